@@ -30,7 +30,7 @@ def room(tmp_path):
 def made(directory, ram=4 << 20, nvme=16 << 20):
     for name in ("ram", "disk"):
         (directory / name).mkdir(mode=0o700, exist_ok=True)
-    return PeerRoom([(directory / "ram", ram), (directory / "disk", nvme)], SystemClock())
+    return PeerRoom([(directory / "ram", ram), (directory / "disk", nvme)], directory / "published", SystemClock())
 
 
 def named(data):
@@ -126,3 +126,17 @@ def test_a_conflict_stays_one_after_a_restart(room, tmp_path):
     room.take_draft(1, OWNER, draft.encode())
     room.keep_as_conflict(draft.write_id, "changed by another writer")
     assert made(tmp_path).held()[0].is_conflict
+
+
+def test_what_was_published_here_is_not_stored_again(room, tmp_path):
+    arrive(room, 1, named(DATA), DATA)
+    draft = draft_of(DATA)
+    room.take_draft(1, OWNER, draft.encode())
+    room.finish([draft.write_id])
+    for each in (room, made(tmp_path)):
+        assert not len(each)
+        assert each.write_ids(OWNER) == [draft.write_id]
+        assert each.take_draft(1, OWNER, draft.encode()) == []
+        assert not len(each)
+    room.forget([draft.write_id])
+    assert not made(tmp_path).write_ids(OWNER)

@@ -70,7 +70,7 @@ class Peering:
             (host.segments / f"peers-{store}", settings.ram_bytes),
             (directory / "peers", settings.nvme_bytes),
         ]
-        self.room = state.room = PeerRoom(places, state.clock, state.fault)
+        self.room = state.room = PeerRoom(places, directory / "peers.published", state.clock, state.fault)
         self.members = Members(self._identity, settings, state.clock)
         self._pace = Pace(state.clock, settings.bandwidth)
         self._server = PeerServer(
@@ -167,6 +167,7 @@ class Peering:
         self.members.refresh(store.objects, self._server.port, store.descriptor.lease_s)
         self._warned.discard("list")
         self._lost &= {held.draft.write_id for held in self.room.held()}
+        self.room.forget_hosts(self.members.knows)
         for owner in self.room.owners():
             is_gone = self.members.is_gone(owner)
             for held in self.room.held(owner):

@@ -320,10 +320,10 @@ class Uploader:
                 state.peering.tell_gone(done)
             if state.nvme is not None:
                 state.nvme.forget_drafts(*[entry.number for entry in done if entry.number is not None])
+            if state.room is not None:
+                state.room.finish([entry.draft.write_id for entry in done if entry.room is not None])
             for entry in done:
-                if entry.room is not None:
-                    entry.room.forget([entry.draft.write_id])
-                elif entry.slot is not None:
+                if entry.room is None and entry.slot is not None:
                     state.drop_holds(entry.draft)
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")

@@ -7,8 +7,9 @@ one of them. They stay until the owner says that the object tier has them, or un
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from tierfs.errors import CorruptionError, TierfsError
 from tierfs.format.envelope import STORE, Block, Envelope
 from tierfs.format.manifest import Manifest
 from tierfs.host.events import Faults, no_faults
+from tierfs.host.filesystems import disk_errors
 from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.head import BUDGET_BYTES_MIN
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from tierfs.peers.wire import Connection
 
 _OWNER_BYTES = 16
+_logger = logging.getLogger("tierfs.peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class PeerRoom:
     Args:
         places: A directory and a budget in bytes for each tier, the preferred one first. A budget below the smallest
             one of a tier switches it off.
+        record: The file that names the drafts which this host has published for others.
         clock: The source of time.
         faults: See `NvmeTier`.
 
@@ -65,7 +69,10 @@ class PeerRoom:
         CapacityError, ReadOnlyError, StoreError: A directory cannot be used.
     """
 
-    def __init__(self, places: Sequence[tuple[Path, int]], clock: Clock, faults: Faults = no_faults) -> None:
+    def __init__(
+        self, places: Sequence[tuple[Path, int]], record: Path, clock: Clock, faults: Faults = no_faults
+    ) -> None:
+        self._record = record
         self.tiers = [
             NvmeTier(directory, budget_bytes=budget, clock=clock, faults=faults)
             for directory, budget in places
@@ -80,6 +87,26 @@ class PeerRoom:
                     draft = Draft.decode(data, f"draft {stored.seq} of a peer")
                     is_conflict = stored.state == "conflict"
                     self._held[draft.write_id] = HeldDraft(owner, draft, tier, stored.seq, is_conflict)
+        # Write ids that were published here, and their owners. An owner that comes back sends these drafts again.
+        self._published = self._read_record()
+
+    def _read_record(self) -> dict[bytes, str]:
+        try:
+            lines = self._record.read_text(encoding="ascii").splitlines()
+            return {bytes.fromhex(write_id): owner for write_id, owner in map(str.split, lines)}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _logger.warning("%s cannot be read: a host that comes back may find conflicts: %s", self._record, error)
+            return {}
+
+    def _write_record(self) -> None:
+        """Write down what was published here. The caller holds the lock."""
+        text = "".join(f"{write_id.hex()} {owner}\n" for write_id, owner in self._published.items())
+        with disk_errors(self._record):
+            temporary = self._record.with_suffix(".new")
+            temporary.write_text(text, encoding="ascii")
+            temporary.replace(self._record)
 
     def __repr__(self) -> str:
         return f"PeerRoom({len(self._held)} drafts, {self.tiers!r})"
@@ -102,6 +129,12 @@ class PeerRoom:
         """Return the ids of the hosts whose drafts are here."""
         with self._lock:
             return {each.owner for each in self._held.values()}
+
+    def write_ids(self, owner: str) -> list[bytes]:
+        """Return the write ids of a host's drafts that are held, or were published here."""
+        with self._lock:
+            held = [each.draft.write_id for each in self._held.values() if each.owner == owner]
+            return [*held, *(write_id for write_id, host in self._published.items() if host == owner)]
 
     def choose(self, size: int) -> int | None:
         """Return the number of the first tier with room for a draft of this many bytes; None if none has."""
@@ -153,7 +186,7 @@ class PeerRoom:
         draft, tier = Draft.decode(data, "a peer's draft"), self.tiers[number]
         whole = bytes.fromhex(owner) + data
         with self._lock:
-            if draft.write_id in self._held:
+            if draft.write_id in self._held or draft.write_id in self._published:
                 return []
             try:
                 encoded = EncodedDraft(draft.write_id, draft.path, whole, draft.names)
@@ -163,8 +196,33 @@ class PeerRoom:
             self._held[draft.write_id] = HeldDraft(owner, draft, tier, seqs[0], is_conflict=False)
         return []
 
+    def finish(self, write_ids: Sequence[bytes]) -> None:
+        """Note that this host has published drafts, and remove them. Their owner may send them again."""
+        with self._lock:
+            held = [self._held[write_id] for write_id in write_ids if write_id in self._held]
+            if not held:
+                return
+            self._published |= {each.draft.write_id: each.owner for each in held}
+            self._write_record()
+        self._remove(write_ids)
+
     def forget(self, write_ids: Sequence[bytes]) -> None:
-        """Remove drafts that the object tier has. Unknown ones are ignored."""
+        """Remove drafts whose owner knows that they are published. Unknown ones are ignored."""
+        self._remove(write_ids)
+        with self._lock:
+            if not self._published.keys().isdisjoint(write_ids):
+                self._published = {each: owner for each, owner in self._published.items() if each not in write_ids}
+                self._write_record()
+
+    def forget_hosts(self, is_known: Callable[[str], bool]) -> None:
+        """Forget what was published for hosts that will not come back."""
+        with self._lock:
+            kept = {each: owner for each, owner in self._published.items() if is_known(owner)}
+            if len(kept) < len(self._published):
+                self._published = kept
+                self._write_record()
+
+    def _remove(self, write_ids: Sequence[bytes]) -> None:
         with self._lock:
             gone = [each for each in map(self._held.get, write_ids) if each is not None]
             for tier in self.tiers:

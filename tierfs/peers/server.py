@@ -185,14 +185,16 @@ class PeerServer:
                 connection.read_into(memoryview(data))
                 return {"held": not room.take_draft(int(message["tier"]), host, bytes(data))}
             case "gone":
-                mine = {each.draft.write_id for each in room.held(host)}
+                mine = set(room.write_ids(host))
                 room.forget([each for each in map(bytes.fromhex, message["write_ids"]) if each in mine])
                 return {}
             case "list":
-                found = [each.draft.write_id.hex() for each in room.held(host)]
+                found = [write_id.hex() for write_id in room.write_ids(host)]
                 return {"write_ids": found[int(message["after"]) :][:NAMES_MAX]}
             case "adopt":
-                self._adopt([bytes.fromhex(each) for each in message["write_ids"]])
+                asked = [bytes.fromhex(each) for each in message["write_ids"]]
+                room.forget([each for each in asked if room.owner_of(each) is None])  # published here before
+                self._adopt([each for each in asked if room.owner_of(each) is not None])
                 return {}
             case other:
                 raise InvalidInputError(f"unknown request {other!r} of a peer")
