@@ -113,7 +113,7 @@ class TwoHosts(RuleBasedStateMachine):
         """Run an operation. Its ``effects`` (path to new content) may take place whole, in order, in part, or not."""
         seen = {path: self.count(path) for path in effects}
         before = {path: self.contents.get(path) for path in effects}
-        late = [len(faulty.late) for faulty in self.faulty]
+        late = [faulty.late for faulty in self.faulty]
         try:
             operation()
         except ConflictError:
@@ -137,7 +137,7 @@ class TwoHosts(RuleBasedStateMachine):
                 assert real == before[path], f"{path} is neither what it was nor what it was to be"
                 if real == content:
                     self.ambiguous[path] = True
-        if any(len(faulty.late) > count for faulty, count in zip(self.faulty, late, strict=True)):
+        if any(faulty.late > count for faulty, count in zip(self.faulty, late, strict=True)):
             self.late.append((effects, seen))
 
     @property

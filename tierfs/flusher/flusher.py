@@ -31,7 +31,6 @@ from tierfs.clock import Clock
 from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.nvme import NvmePersister
-from tierfs.flusher.peering import Peering
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
@@ -44,6 +43,7 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
+    from tierfs.flusher.peering import Peering
     from tierfs.flusher.publish import StorePublisher
     from tierfs.host.host import Host
     from tierfs.peers.settings import PeerSettings
@@ -110,6 +110,8 @@ class Flusher:
 
     def join(self, settings: PeerSettings, host: Host, store: str) -> None:
         """Exchange drafts with other hosts from `start` on: see `Peering` for the arguments and errors."""
+        from tierfs.flusher.peering import Peering  # noqa: PLC0415 - loads TLS and the object tier, which few need
+
         self._state.peering = self.peering = Peering(self._state, settings, host, store)
 
     def start(self) -> None:
@@ -232,7 +234,7 @@ class Flusher:
         self,
         path: str,
         level: Level,
-        timeout_s: float | None,
+        timeout_s: float | None = None,
         *,
         write_id: bytes | None = None,
         gone: threading.Event | None = None,

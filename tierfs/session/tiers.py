@@ -7,6 +7,7 @@ to another process. Both are reached over the same socket, so callers see no dif
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from tierfs.flusher.server import Service
 
 LINGER_S = 10.0
+GREET_S = 1.0
+"""How long a write waits until a running flusher knows the codecs that it asks for."""
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -215,7 +218,7 @@ class Launcher:
         argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
         argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
         argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
-        argv += ["--codecs", str(settings.codecs)]
+        argv += ["--codecs", self._codecs or str(settings.codecs)]
         argv += [] if settings.peers is None else settings.peers.arguments()
         try:
             return spawn(argv, self._directory / LOG_NAME)
@@ -280,6 +283,9 @@ class LaunchingClient(FlusherClient):
         """
         if self._launcher.hand_over(options, writes=writes, codecs=codecs):
             self.greet_again()
+            if writes and codecs is not None and self.is_running():
+                with contextlib.suppress(TierfsError, TimeoutError):  # the next request greets, or reports the same
+                    self.request("draft", timeout_s=GREET_S)  # the flusher knows the codecs before the change
 
     def close(self) -> None:
         """Close the connection, and stop a flusher that is a thread of this process."""
