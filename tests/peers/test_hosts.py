@@ -7,6 +7,8 @@ import pytest
 from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
+from tierfs.errors import StoreError
+from tierfs.host.local_state import forget, local_stores
 
 pytest.importorskip("cryptography")
 WAIT_S = 60
@@ -147,3 +149,27 @@ def test_strangers_and_rubbish_do_not_stop_a_holder(hosts, tmp_path):
 def test_ack_peer_without_peers_is_refused(hosts, tmp_path):
     with pytest.raises(tierfs.TierfsError, match="peers="):
         PeerHost(tmp_path, "alone", f"file://{tmp_path}/store", 1, peers=0).open(ack="peer")[0].ls(f"{tmp_path}/store")
+
+
+def test_a_host_does_not_forget_what_it_holds_for_others(hosts, tmp_path):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    save(owner, {"x": content(14)})
+    holder.kill()
+    store = next(each for each in local_stores(holder.state))
+    with pytest.raises(StoreError, match="of other hosts"):
+        forget(holder.state, store, dry_run=False)
+
+
+def test_an_address_of_another_host_is_shown_and_stops_nothing(hosts):
+    owner = hosts("a", peer_listen="192.0.2.1:7946")
+    fs, root = owner.open(ack="object")
+    fs.pipe_file(f"{root}/run/x", content(15))
+    assert "192.0.2.1" in owner.status()["peer_problem"]
+
+
+def test_two_stores_of_a_host_share_its_port(hosts, tmp_path):
+    first = hosts("a")
+    second = hosts("b", peer_listen=first.settings["peer_listen"])
+    fs, root = save(first, {"x": content(16)}, ack="staged")
+    fs.wait(f"{root}/run/x", "peer", timeout=WAIT_S)
+    assert "is in use" in second.log()

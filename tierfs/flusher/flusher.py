@@ -105,14 +105,23 @@ class Flusher:
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
         self.peering: Peering | None = None
+        self.peer_problem = ""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def join(self, settings: PeerSettings, host: Host, store: str) -> None:
-        """Exchange drafts with other hosts from `start` on: see `Peering` for the arguments and errors."""
+        """Exchange drafts with other hosts from `start` on: see `Peering` for the arguments.
+
+        If it cannot, that is logged, counted and reported. Drafts go to the object tier without it.
+        """
         from tierfs.flusher.peering import Peering  # noqa: PLC0415 - loads TLS and the object tier, which few need
 
-        self._state.peering = self.peering = Peering(self._state, settings, host, store)
+        try:
+            self._state.peering = self.peering = Peering(self._state, settings, host, store)
+        except TierfsError as error:
+            self.counters["peers_unavailable"] += 1
+            self.peer_problem = str(error)
+            _logger.warning("no change is held on other hosts: %s", error)
 
     def start(self) -> None:
         """Find the drafts in the tiers, and start the threads."""
@@ -442,5 +451,6 @@ class Flusher:
                 "nvme_evicted_bytes": usage.evicted_bytes if usage is not None else 0,
                 "counters": dict(state.counters),
                 **({} if self.peering is None else {"peers": self.peering.report()}),
+                **({"peer_problem": self.peer_problem} if self.peer_problem else {}),
                 **state.access.asked(),
             }

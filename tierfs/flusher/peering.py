@@ -23,6 +23,7 @@ from tierfs.clock import Pace, boot_id
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
+from tierfs.host.local_state import peer_places
 from tierfs.host.pending.levels import Level
 from tierfs.peers.client import PeerClient
 from tierfs.peers.members import Members
@@ -66,11 +67,8 @@ class Peering:
         self._boot = boot_id()
         directory = host.store_directory(store)
         self._identity = Identity(directory)
-        places = [
-            (host.segments / f"peers-{store}", settings.ram_bytes),
-            (directory / "peers", settings.nvme_bytes),
-        ]
-        self.room = state.room = PeerRoom(places, directory / "peers.published", state.clock, state.fault)
+        places = zip(peer_places(host, store), (settings.ram_bytes, settings.nvme_bytes), strict=True)
+        self.room = state.room = PeerRoom(list(places), directory / "peers.published", state.clock, state.fault)
         self.members = Members(self._identity, settings, state.clock)
         self._pace = Pace(state.clock, settings.bandwidth)
         self._server = PeerServer(
@@ -103,6 +101,8 @@ class Peering:
         self._server.stop()
         if self._thread is not None:
             self._thread.join()
+        for client in list(self._clients.values()):
+            client.hang_up()
         for thread in list(self._senders.values()):
             thread.join()
         if not len(self.room) and not len(self._state.entries):

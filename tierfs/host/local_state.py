@@ -80,6 +80,11 @@ def is_pending(state: Path, directory: Path) -> bool:
         return True  # unreadable tiers may have pending changes
 
 
+def peer_places(host: Host, uuid: str) -> tuple[Path, Path]:
+    """Return the directories of what a host holds for other hosts: in shared memory, and on the disk."""
+    return host.segments / f"peers-{uuid}", host.store_directory(uuid) / "peers"
+
+
 def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
     """Remove all that this host keeps of a store: segments, nvme tier and files of the state directory.
 
@@ -99,6 +104,7 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
         StoreError: A process uses it, or changes are pending. Nothing was removed.
         TierfsError: Its tiers cannot be read, and may hold pending changes; or a file cannot be removed.
     """
+    from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
     from tierfs.host.nvme.tier import has_tier  # noqa: PLC0415 - imports numpy, which takes a while
     from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415
     from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
@@ -118,6 +124,14 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
                     f"{shlex.quote(store.place)}` brings them down, or names the conflicts",
                     path=store.place,
                 )
+            places = peer_places(host, store.uuid)
+            held = [draft for place in places for draft in NvmeReader(place).drafts_below("", conflicts=True)]
+            if held:
+                raise StoreError(
+                    f"{store.place}: {len(held)} files of other hosts are held here: wait until `tierfs status` shows "
+                    "none, or run a flusher, which brings those of lost hosts down",
+                    path=store.place,
+                )
             ram = RamTier(host, store.uuid, budget_bytes=0, clock=SystemClock())
             with contextlib.closing(ram):
                 size = _bytes_below(directory) + ram.usage().store_bytes
@@ -125,6 +139,8 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
                     return size
                 ram.reclaim(lambda _segment: ())
                 ram.reap()
+                if places[0].exists():
+                    shutil.rmtree(places[0])
             try:
                 # No new directory: the disk may be full.
                 directory.rename(state / f"{LOCK}-{store.uuid}-{secrets.token_hex(4)}")

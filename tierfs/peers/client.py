@@ -52,6 +52,7 @@ class PeerClient:
         self._idle: list[tuple[Connection, float]] = []  # and when each was used last
         self._workers = ThreadPoolExecutor(STREAMS, thread_name_prefix="tierfs-peer")
         self.sent_bytes = 0
+        self._open: set[Connection] = set()
 
     def __repr__(self) -> str:
         return f"PeerClient({self.record.host!r}, {self.record.address}:{self.record.port})"
@@ -61,6 +62,11 @@ class PeerClient:
         self._workers.shutdown()
         while self._idle:
             self._idle.pop()[0].close()
+
+    def hang_up(self) -> None:
+        """Let the requests under way fail, on whatever thread."""
+        for connection in list(self._open):
+            connection.close()
 
     def ask(
         self, do: str, body: memoryview | None = None, *, timeout_s: float = IDLE_S, **arguments: Any
@@ -153,6 +159,7 @@ class PeerClient:
             connection = None
         if connection is None:
             connection = self._dial()
+        self._open.add(connection)
         try:
             yield connection
         except BaseException as error:
@@ -161,6 +168,8 @@ class PeerClient:
             else:
                 connection.close()
             raise
+        finally:
+            self._open.discard(connection)
         self._keep(connection)
 
     def _keep(self, connection: Connection) -> None:

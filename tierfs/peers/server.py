@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -66,12 +67,12 @@ class PeerServer:
         self._free = threading.Semaphore(CONNECTIONS_MAX)  # connections that may still be accepted
         self._is_stopping = False
         try:
-            self._listener = listen(settings.address, settings.port)
+            self._listener = _listen(settings)
         except OSError as error:
             where = f"{settings.address}:{settings.port}"
             raise StoreError(
-                f"peers cannot be served at {where}: {error.strerror or error}: set peer_listen= (TIERFS_PEER_LISTEN) "
-                "to a free port of this host",
+                f"other hosts cannot be served at {where}: {error.strerror or error}: set peer_listen= "
+                "(TIERFS_PEER_LISTEN) to an address of this host",
                 path=where,
             ) from error
         self._listener.settimeout(TICK_S)
@@ -198,6 +199,19 @@ class PeerServer:
                 return {}
             case other:
                 raise InvalidInputError(f"unknown request {other!r} of a peer")
+
+
+def _listen(settings: PeerSettings) -> socket.socket:
+    """Listen at the address. Another store of this host may have the port: then take a free one, which peers find."""
+    try:
+        return listen(settings.address, settings.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock = listen(settings.address, 0)
+        text = "port %d is in use, so peers are served at port %d: a firewall has to let that through"
+        _logger.warning(text, settings.port, sock.getsockname()[1])
+        return sock
 
 
 def _skip(connection: Connection, count: int) -> None:

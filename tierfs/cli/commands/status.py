@@ -159,6 +159,8 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
     ]
     if "peers" in report:
         facts += _peers(report["peers"])
+    if "peer_problem" in report:
+        facts.append(("peers", f"off: {printable(report['peer_problem'])}"))
     if "records" in report:
         facts.append(("record cache", _records(report["records"])))
     facts += _upkeep(report.get("upkeep", {}))
