@@ -304,22 +304,28 @@ class Peering:
 
     def tell_gone(self, entries: Sequence[FlushItem]) -> None:
         """Tell the holders of drafts that these are published, or discarded. Those that do not answer hear it later."""
-        told: dict[str, list[bytes]] = {}
-        for entry in entries:
-            for host in entry.holders | self._unsure:
-                told.setdefault(host, []).append(entry.draft.write_id)
-        for host, write_ids in told.items():
-            client = self._clients.get(host)
-            try:
-                if client is not None:
-                    client.forget(write_ids)
-                    continue
-            except (OSError, TierfsError) as error:
-                self._clients.pop(host, None)  # until it answers again, later calls do not wait for it
-                _logger.info("the peer %s does not answer: %s", host, error)
-            with self._state.changed:
-                self._gone.setdefault(host, []).extend(write_ids)
+        told = set(self._clients)
+        for host, client in list(self._clients.items()):
+            with client.turn:
+                gone = self._held_by(host, entries)
+                try:
+                    if gone:
+                        client.forget(gone)
+                except (OSError, TierfsError) as error:
+                    told.discard(host)
+                    self._clients.pop(host, None)  # until it answers again, later calls do not wait for it
+                    _logger.info("the peer %s does not answer: %s", host, error)
+        with self._state.changed:
+            others = set().union(self._unsure, *(entry.holders for entry in entries)) - told
+            for host in others:
+                self._gone.setdefault(host, []).extend(self._held_by(host, entries))
+            if others:
                 self._write_gone()
+
+    def _held_by(self, host: str, entries: Sequence[FlushItem]) -> list[bytes]:
+        """Return the write ids of those drafts that a host holds, or may hold."""
+        is_unsure = host in self._unsure
+        return [entry.draft.write_id for entry in entries if is_unsure or host in entry.holders]
 
     def _tell_rest(self, client: PeerClient, host: str) -> None:
         """Tell a host what it did not hear before."""
@@ -360,32 +366,38 @@ class Peering:
         return None
 
     def _send(self, client: PeerClient, host: str, entry: FlushItem) -> None:
-        state = self._state
+        """Let a host hold a draft, unless the draft is published meanwhile."""
+        state, before = self._state, client.sent_bytes
         state.fault("before peer.send")
-        before = client.sent_bytes
         try:
-            client.send(entry.draft, state.sources_of(entry.draft), lambda: state.stopping)
+            tier = client.send(
+                entry.draft, state.sources_of(entry.draft), lambda: state.stopping or not self._is_pending(entry)
+            )
         except TierfsError as error:
+            if not self._is_pending(entry):
+                return  # its slots may have been reused
+            if not isinstance(error, CorruptionError):
+                raise
+            # Drafts that were closed later have to wait, as on the way to the object tier.
+            state.counters["peer_unreadable"] += 1
+            self._warn("unreadable", "a change cannot be sent to peers, because it cannot be read here: %s", error)
             with state.changed:
-                if entry.draft.write_id not in state.entries or entry.published:
-                    return  # it was published meanwhile, and its slots were reused
-                if not isinstance(error, CorruptionError):
-                    raise
-                # Drafts that were closed later have to wait, as on the way to the object tier.
-                state.counters["peer_unreadable"] += 1
-                self._warn("unreadable", "a change cannot be sent to peers, because it cannot be read here: %s", error)
                 state.changed.wait(SWEEP_S)
             return
-        state.fault("after peer.send")
-        with state.changed:
-            state.counters["peer_sent_bytes"] += client.sent_bytes - before
-            state.counters["peer_sent_files"] += 1
-            if entry.draft.write_id in state.entries and not entry.published:
+        with client.turn:
+            if not self._is_pending(entry) or not client.hold(entry.draft, tier):
+                return  # if it is still pending, it is sent again
+            with state.changed:
+                state.counters["peer_sent_bytes"] += client.sent_bytes - before
+                state.counters["peer_sent_files"] += 1
                 state.entries.hold(entry, host, self._settings.count)
-            else:
-                self._gone.setdefault(host, []).append(entry.draft.write_id)
-                self._write_gone()
-            state.changed.notify_all()
+                state.changed.notify_all()
+        state.fault("after peer.send")
+
+    def _is_pending(self, entry: FlushItem) -> bool:
+        """Return whether a draft still has to be held elsewhere."""
+        with self._state.changed:
+            return entry.draft.write_id in self._state.entries and not (entry.published or entry.conflict)
 
     def _warn(self, what: str, text: str, *values: object) -> None:
         """Log a warning, once until the trouble is over."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STREAMS = 4
 DIAL_S = 5.0
 GONE_S = 2.0
-ATTEMPTS_MAX = 3
+HOLD_S = 10.0
 
 
 class PeerClient:
@@ -52,6 +52,8 @@ class PeerClient:
         self._idle: list[tuple[Connection, float]] = []  # and when each was used last
         self._workers = ThreadPoolExecutor(STREAMS, thread_name_prefix="tierfs-peer")
         self.sent_bytes = 0
+        self.turn = threading.Lock()
+        """Held from the look whether a draft is pending until the other host holds it, or while it is told to drop it."""
         self._open: set[Connection] = set()
 
     def __repr__(self) -> str:
@@ -95,13 +97,16 @@ class PeerClient:
         for at in range(0, len(write_ids), NAMES_MAX):
             self.ask("adopt", write_ids=[each.hex() for each in write_ids[at : at + NAMES_MAX]])
 
-    def send(self, draft: Draft, sources: ChunkSources, is_stopped: Callable[[], bool]) -> None:
-        """Send a draft and the chunks that the other host lacks. It holds them when this method returns.
+    def send(self, draft: Draft, sources: ChunkSources, is_stopped: Callable[[], bool]) -> int:
+        """Send the chunks of a draft that the other host lacks. `hold` has to follow.
 
         Args:
             draft: The draft.
             sources: The copies of its chunks on this host.
             is_stopped: Returns whether to give up.
+
+        Returns:
+            The tier of the other host that has them, for `hold`.
 
         Raises:
             CapacityError: The other host has no room.
@@ -117,23 +122,22 @@ class PeerClient:
         tier = self.ask("room", bytes=size)["tier"]
         if tier is None:
             raise CapacityError(f"{self.record.host} has no room for a file of {size} bytes", tier="peer")
-        encoded = memoryview(draft.encode())
-        for _ in range(ATTEMPTS_MAX):
-            lacking: list[bytes] = []
-            for at in range(0, len(names), NAMES_MAX):
-                page = names[at : at + NAMES_MAX]
-                indexes = self.ask("lack", tier=tier, names=[name.hex() for name in page])["lacks"]
-                lacking += [page[index] for index in indexes]
-            tasks = [
-                self._workers.submit(self._send_chunk, tier, wanted[name], name, sources, is_stopped)
-                for name in lacking
+        tasks = []
+        for at in range(0, len(names), NAMES_MAX):
+            page = names[at : at + NAMES_MAX]
+            indexes = self.ask("lack", tier=tier, names=[name.hex() for name in page])["lacks"]
+            tasks += [
+                self._workers.submit(self._send_chunk, tier, wanted[page[index]], page[index], sources, is_stopped)
+                for index in indexes
             ]
-            errors = [error for error in (task.exception() for task in tasks) if error is not None]
-            if errors:
-                raise errors[0]
-            if self.ask("draft", encoded, tier=tier)["held"]:
-                return
-        raise StoreError(f"{self.record.host} dropped chunks before it had the draft", transient=True, tier="peer")
+        errors = [error for error in (task.exception() for task in tasks) if error is not None]
+        if errors:
+            raise errors[0]
+        return int(tier)
+
+    def hold(self, draft: Draft, tier: int) -> bool:
+        """Send a draft whose chunks the other host has. Return false if it has dropped some: then `send` again."""
+        return bool(self.ask("draft", memoryview(draft.encode()), timeout_s=HOLD_S, tier=tier)["held"])
 
     def _send_chunk(
         self, tier: int, row: Row, name: bytes, sources: ChunkSources, is_stopped: Callable[[], bool]
