@@ -21,6 +21,7 @@ SMALLEST = {
     "plug_saves.py": ["--layers", "1"],
     "mount.py": ["--bytes", "4MiB", "--files", "20", "--git-files", "5", "--rounds", "1"],
     "codec.py": ["--only", "speed", "--rounds", "1"],
+    "peers.py": ["--bytes", "32MiB", "--rounds", "1"],
     "growth_host.py": ["--largest", "100"],
     "upkeep.py": ["--chunks", "2000", "--scrub", "8MiB"],
     "stored.py": ["--params", "100k", "--saves", "6"],

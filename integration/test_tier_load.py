@@ -210,6 +210,7 @@ def judge_leftovers(load, state, uuid):
         "fetch.lock",
         "seal.lock",
         "place.json",
+        "use.lock",
     }
     names = {path.name for path in directory.iterdir()} - {"flusher.log"}
     assert names <= known, names - known

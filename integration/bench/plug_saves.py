@@ -6,6 +6,7 @@ Trainer's own save, which a callback then copies to a bucket. All save the same 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -59,7 +60,8 @@ def blocked(folder: Path, layers: int, callbacks: list[Any]) -> tuple[float, int
         time.sleep(1)  # training goes on; a save in the background ends
 
     trainer._maybe_log_save_evaluate = timed
-    trainer.train()
+    with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its figures
+        trainer.train()
     return statistics.median(took_s[step] for step in SAVES), 3 * sum(each.nbytes for each in model.parameters())
 
 

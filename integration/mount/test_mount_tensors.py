@@ -119,7 +119,8 @@ def test_a_trainer_that_is_killed_resumes_in_the_mount(mounted):
     command = [sys.executable, Path(__file__).with_name("hf_trainer.py"), output]
     trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ends = time.monotonic() + 120
-    while not (output / "checkpoint-4" / "trainer_state.json").exists():
+    state = output / "checkpoint-4" / "trainer_state.json"  # the trainer writes it last, and not at once
+    while not (state.exists() and state.read_bytes().endswith(b"}\n")):
         assert trainer.poll() is None
         assert time.monotonic() < ends
         time.sleep(0.05)
