@@ -98,7 +98,7 @@ def main() -> int:
         url = f"file://{base}/store"
         tierfs.init(url, lease_s=LEASE_S)
         room = {
-            "ram": str(3 * size + (64 << 20)),
+            "ram": str((options.rounds + 1) * 2 * size + (64 << 20)),
             "nvme": "0",
             "peer_ram": str((options.rounds + 2) * 2 * size + (64 << 20)),
         }
