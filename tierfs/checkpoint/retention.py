@@ -316,7 +316,7 @@ def _kept_by(
 def _newest(complete: Sequence[SavedCheckpoint]) -> dict[str, str]:
     """Return the paths of the newest checkpoints at each level, each with the reason for the highest one."""
     named: dict[str, str] = {}
-    for level in (Level.OBJECT, Level.LOCAL, Level.STAGED, Level.NONE):
+    for level in sorted(Level, reverse=True):
         reached = [each for each in complete if each.level is not None and each.level >= level]
         # The newest by step, and the newest by time: a run that was set back to an earlier step saves lower steps.
         for each in reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:]:

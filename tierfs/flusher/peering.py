@@ -74,7 +74,8 @@ class Peering:
         self._server = PeerServer(
             self._identity, settings, store, self.room, self.members, adopt=self._note_lost, greet=self._ask_again
         )
-        self._again = threading.Event()  # set when the list of hosts has to be read at once
+        self._again = threading.Event()  # set when the thread below has something to do
+        self._wants_list = False  # whether the list of hosts has to be read at once
         self._gone_file = directory / "peers.gone"
         self._gone = self._read_gone()  # write ids that a host was not told to drop yet, by its id; under the lock
         # Hosts that may hold a draft that this process does not know to be there. Under the lock, too.
@@ -142,25 +143,25 @@ class Peering:
     # -- membership ----------------------------------------------------------------------------------------------------
 
     def _keep_members(self) -> None:
-        state = self._state
+        state, next_s = self._state, float("-inf")
         while not state.stopping:
-            pause_s = PAUSE_S
             try:
-                if state.access.is_known:
+                if state.access.is_known and (self._wants_list or state.clock.monotonic() >= next_s):
+                    self._wants_list, next_s = False, state.clock.monotonic() + PAUSE_S
                     store = state.access.call(lambda publisher: publisher.store())
                     if store.descriptor.single_writer:
                         text = "%s has a single writer, so its hosts cannot hold each other's changes"
                         self._warn("single", text, store.url)
                     else:
                         self._refresh(store)
-                    pause_s = store.descriptor.lease_s / RENEWALS
+                    next_s = state.clock.monotonic() + store.descriptor.lease_s / RENEWALS
             except Exception as error:  # noqa: BLE001 - the thread must go on: no other one renews the record
                 state.counters["peer_list_failures"] += 1
                 self._warn("list", "the list of peers cannot be renewed; those known so far stay: %s", error)
             self._start_senders()
-            self._again.wait(pause_s)
+            self._again.wait(PAUSE_S)
             if self._again.is_set() and not state.stopping:
-                state.clock.sleep(PAUSE_S)  # so that a stranger who connects again and again costs little
+                state.clock.sleep(PAUSE_S)  # so that a stranger that connects again and again costs little
             self._again.clear()
 
     def _refresh(self, store: Store) -> None:
@@ -196,9 +197,10 @@ class Peering:
 
     def _note_lost(self, write_ids: list[bytes]) -> None:
         self._lost.update(write_ids)
-        self._again.set()
+        self._ask_again()
 
     def _ask_again(self) -> None:
+        self._wants_list = True
         self._again.set()
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ class Peering:
                 del self._gone[host]
                 self._unsure.discard(host)
             told = [host for host in live if self._gone.get(host) or host in self._unsure]
+            told = [host for host in told if not self.members.rests(host)]
             wanted = {**{host: live[host] for host in told}, **chosen}
         for host, record in wanted.items():
             if host not in self._senders and not state.stopping:

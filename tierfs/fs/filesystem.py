@@ -178,7 +178,7 @@ class TierFileSystem(Changing):
 
         Args:
             path: A file or directory.
-            level: ``"staged"``, ``"local"`` or ``"object"``.
+            level: ``"staged"``, ``"local"``, ``"peer"`` or ``"object"``.
             timeout: Seconds. ``None`` waits without limit.
 
         Raises:
@@ -191,7 +191,7 @@ class TierFileSystem(Changing):
         verbs.wait(store, relative, Level.parse(level), timeout)
 
     def ack(self, path: str) -> str:
-        """Return the level that the file at ``path`` has reached: ``"staged"``, ``"local"`` or ``"object"``.
+        """Return the level of the file at ``path``: ``"staged"``, ``"local"``, ``"peer"`` or ``"object"``.
 
         Raises:
             NotFoundError: The file does not exist.

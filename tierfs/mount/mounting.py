@@ -87,7 +87,8 @@ def mount(
         directory: An empty directory on this host.
         read_only: Refuse every change.
         allow_other: Let other users of the host use the mount, as far as the files' modes allow.
-        ack: The level that ``close`` and ``fsync`` of a file wait for: ``"staged"``, ``"local"`` or ``"object"``.
+        ack: The level that ``close`` and ``fsync`` of a file wait for: ``"staged"``, ``"local"``,
+            ``"peer"`` or ``"object"``.
         timeout: Seconds without an answer after which a program gets ``EIO``.
         options: Options of the object tier's filesystem.
         **tiers: ``ram``, ``nvme``, ``state_dir``, ``bandwidth``, ``codecs``, as for the filesystem.

@@ -1,7 +1,8 @@
 """Which hosts are there, and which of them hold this host's changes.
 
-Each host renews an object under ``.tierfs/peers/``. A host counts as gone when its object has not changed for the time
-that the object says, measured by the reader's own monotonic clock. So no two clocks are compared.
+Each host renews an object under ``.tierfs/peers/``. A host counts as gone when a reader has looked at its object for the
+time that the object says, by the reader's own monotonic clock, and it has not changed. So no two clocks are compared,
+and nobody is gone because the reader could not look.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Members:
         self._members: dict[str, _Member] = {}
         self._resting: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._sequence = clock.now_ns()
-        self._is_listed = False
+        self._listed_s: float | None = None  # when `refresh` last succeeded
 
     def __repr__(self) -> str:
         return f"Members({self.me}, {len(self._members)} others)"
@@ -81,23 +82,27 @@ class Members:
         )
         objects.put(peer_key(self.me), [record.encode()], mode=OVERWRITE)
         found = {}
-        for info in objects_below(objects, keys.PEERS):
+        listed = list(objects_below(objects, keys.PEERS))
+        now = self._clock.monotonic()
+        # After a time in which this host could not look, the others' time begins again: they could not renew either.
+        is_late = self._listed_s is not None and now - self._listed_s > duration_s / 2
+        for info in listed:
             name = info.key.removeprefix(keys.PEERS)
             known = self._members.get(name)
             if name == self.me:
                 continue
-            now = self._clock.monotonic()
-            if known is not None and (known.version == info.version or self._is_alive(known, now)):
-                changed_s = known.changed_s if known.version == info.version else now
+            is_changed = known is None or known.version != info.version
+            if known is not None and not (is_changed and (name in self._resting or not self._is_alive(known))):
+                changed_s = now if is_changed or (is_late and self._is_alive(known)) else known.changed_s
                 found[name] = _Member(known.record, info.version, changed_s)
                 continue
-            # A host that is new, or comes back, may have another address.
+            # A host that is new, comes back, or did not answer may have another address.
             with contextlib.suppress(NotFoundError, CorruptionError, FormatError):
                 other, _, _ = read_decoded(objects, info.key, PEER_BYTES_MAX, PeerRecord.decode, info.key)
                 if other.id == name:
                     found[name] = _Member(other, info.version, now)
         with self._lock:
-            self._members, self._is_listed = found, True
+            self._members, self._listed_s = found, now
 
     def leave(self, objects: ObjectTier) -> None:
         """Remove this host's record. Call it only if no other host's changes are held here."""
@@ -105,9 +110,8 @@ class Members:
 
     def live(self) -> dict[str, PeerRecord]:
         """Return the records of the other hosts that are there, by their ids."""
-        now = self._clock.monotonic()
         with self._lock:
-            return {name: each.record for name, each in self._members.items() if self._is_alive(each, now)}
+            return {name: each.record for name, each in self._members.items() if self._is_alive(each)}
 
     def certificates(self) -> list[bytes]:
         """Return the certificates of all other hosts that have a record."""
@@ -116,15 +120,19 @@ class Members:
 
     def is_gone(self, host: str) -> bool:
         """Return whether a host has left or has not renewed its record in time. False before the first `refresh`."""
-        now = self._clock.monotonic()
         with self._lock:
             known = self._members.get(host)
-            return self._is_listed and (known is None or not self._is_alive(known, now))
+            return self._listed_s is not None and (known is None or not self._is_alive(known))
 
     def knows(self, host: str) -> bool:
         """Return whether a host has a record, live or not. True before the first `refresh`."""
         with self._lock:
-            return host in self._members or not self._is_listed
+            return host in self._members or self._listed_s is None
+
+    def rests(self, host: str) -> bool:
+        """Return whether a host has failed and is not to be asked yet."""
+        with self._lock:
+            return self._resting.get(host, (0.0, 0.0))[0] > self._clock.monotonic()
 
     def rest(self, host: str) -> None:
         """Do not choose this host for a while, because it failed or is full."""
@@ -144,13 +152,11 @@ class Members:
         They are the first by a hash of both ids (rendezvous hashing, Thaler and Ravishankar 1998), in as many failure
         domains as possible, and never in this host's. A host that comes or goes changes only the choices of its own.
         """
-        now, mine = self._clock.monotonic(), self._settings.domain
-        with self._lock:
-            resting = {host for host, (until, _) in self._resting.items() if until > now}
+        mine = self._settings.domain
         candidates = {
             name: record
             for name, record in self.live().items()
-            if name not in resting and (not mine or record.domain != mine)
+            if not self.rests(name) and (not mine or record.domain != mine)
         }
         ranked = sorted(candidates, key=lambda name: xxhash.xxh3_64_intdigest(f"{self.me}{name}".encode()))
         firsts: dict[str, str] = {}
@@ -159,8 +165,9 @@ class Members:
         ordered = [*firsts.values(), *(name for name in ranked if name not in firsts.values())]
         return {name: candidates[name] for name in ordered[: self._settings.count]}
 
-    def _is_alive(self, member: _Member, now_s: float) -> bool:
-        return now_s - member.changed_s < member.record.duration_s
+    def _is_alive(self, member: _Member) -> bool:
+        """Return whether a record had changed not too long before the last look."""
+        return (self._listed_s or 0.0) - member.changed_s < member.record.duration_s
 
 
 def peer_key(host: str) -> str:

@@ -6,7 +6,6 @@ one of them. They stay until the owner says that the object tier has them, or un
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -82,11 +81,14 @@ class PeerRoom:
         self._held: dict[bytes, HeldDraft] = {}
         for tier in self.tiers:
             for stored in tier.drafts():
-                with contextlib.suppress(TierfsError):  # the tier has logged that it is damaged
-                    owner, data = stored.data[:_OWNER_BYTES].hex(), stored.data[_OWNER_BYTES:]
+                owner, data = stored.data[:_OWNER_BYTES].hex(), stored.data[_OWNER_BYTES:]
+                try:
                     draft = Draft.decode(data, f"draft {stored.seq} of a peer")
-                    is_conflict = stored.state == "conflict"
-                    self._held[draft.write_id] = HeldDraft(owner, draft, tier, stored.seq, is_conflict)
+                except TierfsError as error:
+                    _logger.error("%s of another host cannot be read and stays: %s", stored.path or "a file", error)  # noqa: TRY400 - a trace adds nothing
+                    continue
+                is_conflict = stored.state == "conflict"
+                self._held[draft.write_id] = HeldDraft(owner, draft, tier, stored.seq, is_conflict)
         # Write ids that were published here, and their owners. An owner that comes back sends these drafts again.
         self._published = self._read_record()
 

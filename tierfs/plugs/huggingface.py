@@ -71,7 +71,7 @@ class TierCallback(TrainerCallback):
             The last step is saved in any case.
         keep: Policies as for `Manager`. ``None`` follows ``save_total_limit``. With ``load_best_model_at_end``, the best
             step is saved and kept, too.
-        ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
+        ack: The level at which a save is done: ``"staged"``, ``"local"``, ``"peer"`` or ``"object"``.
         **options: More options of `Manager`.
     """
 

@@ -45,7 +45,7 @@ class TierCheckpointManager(CheckpointManager):
             options: Other arguments of `tierfs.train.Manager`. In code alone.
         """
 
-        ack: Literal["staged", "local", "object"] = "staged"
+        ack: Literal["staged", "local", "peer", "object"] = "staged"
         grace: str = "30s"
         save: _InCode = ()
         keep: _InCode = ()

@@ -37,7 +37,8 @@ class TierOptions:
     """The settings as they were written; ``None`` where there is none.
 
     Attributes:
-        ack: The level at which ``close`` and every other change returns: ``staged``, ``local`` or ``object``.
+        ack: The level at which ``close`` and every other change returns: ``staged``, ``local``, ``peer``
+            or ``object``.
             Default: ``local``; ``object`` if the torch job spans hosts (``WORLD_SIZE`` is set and differs from
             ``LOCAL_WORLD_SIZE``, or from 1).
         ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes and

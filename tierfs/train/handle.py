@@ -79,7 +79,7 @@ class SaveHandle:
         """Wait until the checkpoint has reached a level.
 
         Args:
-            level: ``"staged"`` and ``"local"`` cover the files that this host saved, ``"object"`` the whole checkpoint.
+            level: ``"staged"``, ``"local"`` and ``"peer"`` cover the files that this host saved, ``"object"`` the whole checkpoint.
             timeout: In seconds; ``None`` waits without a limit.
 
         Raises:

@@ -53,7 +53,7 @@ class Manager:
             ``object``, ``nvme`` and ``ram``, the last two for local copies. Without policies, everything stays. The
             manager only removes checkpoints of this run. It never removes the checkpoint that the run was restored
             from, the newest one at each level, a pinned one or an incomplete one.
-        ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
+        ack: The level at which a save is done: ``"staged"``, ``"local"``, ``"peer"`` or ``"object"``.
         on_error: ``"warn"``: a failed save is logged and listed in `errors`. ``"raise"``: the next step raises, too.
         max_failures: After this many failures in a row, the next step raises in any case.
         max_age: The next step also raises if no step has reached the object tier for this long, such as ``"2h"``.

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=LEVELS,
         default=Level.OBJECT.label,
-        help="staged is in this host's memory, local on its disk, object (default) in the object tier",
+        help="staged is in this host's memory, local on its disk, peer on other hosts, object (default) in the object tier",
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this time (default: never)")
     add_progress_argument(parser)
