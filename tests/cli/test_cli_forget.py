@@ -58,7 +58,7 @@ def kept(host):
     )
 
 
-def test_what_a_store_that_is_gone_left_is_listed_and_removed(host, tell, told):
+def test_leftovers_of_a_gone_store_are_listed_and_removed(host, tell, told):
     make(tell, host / "here")
     make(tell, host / "gone")
     shutil.rmtree(host / "gone")
@@ -78,7 +78,7 @@ def test_what_a_store_that_is_gone_left_is_listed_and_removed(host, tell, told):
     assert [store["place"] for store in told()["stores"]] == [f"{host}/here"]
 
 
-def test_of_two_stores_at_one_place_the_live_one_is_listed(host, tell, told):
+def test_the_live_one_of_two_stores_at_a_place_is_listed(host, tell, told):
     for _ in range(2):
         shutil.rmtree(host / "store", ignore_errors=True)
         opening.open_stores.clear()

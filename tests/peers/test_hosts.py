@@ -1,5 +1,6 @@
 """Two or three hosts, each with a flusher process, over a directory that all of them see."""
 
+import contextlib
 import random
 import socket
 
@@ -8,7 +9,10 @@ from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
 from tierfs.errors import StoreError
+from tierfs.format.peer import PeerRecord
 from tierfs.host.local_state import forget, local_stores
+from tierfs.peers.settings import Identity
+from tierfs.peers.wire import dial
 
 pytest.importorskip("cryptography")
 WAIT_S = 60
@@ -173,3 +177,20 @@ def test_two_stores_of_a_host_share_its_port(hosts, tmp_path):
     fs, root = save(first, {"x": content(16)}, ack="staged")
     fs.wait(f"{root}/run/x", "peer", timeout=WAIT_S)
     assert "is in use" in second.log()
+
+
+def test_a_host_with_another_certificate_is_refused(hosts, tmp_path):
+    holder = hosts("b")
+    (tmp_path / "stranger").mkdir()
+    stranger = Identity(tmp_path / "stranger")
+    records = until(lambda: list(tmp_path.glob("store/.tierfs/peers/*")), WAIT_S)
+    record = PeerRecord.decode(records[0].read_bytes(), "a record")
+    context = stranger.context([record.certificate], server=False)
+    with (
+        pytest.raises(OSError, match=r"unknown ca|closed|reset"),
+        contextlib.closing(dial(record.address, record.port, context, 10)) as connection,
+    ):
+        connection.ask({"do": "list", "after": 0})
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        dial(record.address, record.port, stranger.context([stranger.certificate], server=False), 10)
+    assert holder.status()["peers"]["holds_files"] == 0

@@ -67,7 +67,7 @@ def test_a_host_is_gone_when_its_record_does_not_change(world):
     assert set(first.live()) == {second.me}
 
 
-def test_nobody_is_gone_before_the_first_look(world):
+def test_no_host_is_gone_before_the_first_look(world):
     made = world("")
     assert not Members(made.hosts[0]._identity, made.hosts[0]._settings, made.clock).is_gone("ab" * 16)
 
@@ -170,7 +170,7 @@ def test_the_golden_record_is_read_and_written_again():
     assert record.id == "fdeab9acf3710362bd2658cdc9a29e8f"
 
 
-def test_nobody_is_gone_because_the_object_tier_could_not_be_asked(world):
+def test_an_outage_of_the_object_tier_makes_no_host_gone(world):
     made = world("", "")
     first, second = made.hosts
     made.refresh(first)

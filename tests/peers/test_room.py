@@ -128,7 +128,7 @@ def test_a_conflict_stays_one_after_a_restart(room, tmp_path):
     assert made(tmp_path).held()[0].is_conflict
 
 
-def test_what_was_published_here_is_not_stored_again(room, tmp_path):
+def test_a_draft_published_here_is_not_stored_again(room, tmp_path):
     arrive(room, 1, named(DATA), DATA)
     draft = draft_of(DATA)
     room.take_draft(1, OWNER, draft.encode())

@@ -85,6 +85,37 @@ def peer_places(host: Host, uuid: str) -> tuple[Path, Path]:
     return host.segments / f"peers-{uuid}", host.store_directory(uuid) / "peers"
 
 
+def _check_nothing_is_needed(host: Host, directory: Path, store: LocalStore) -> None:
+    """Check that a store's directory holds no changes that the object tier lacks.
+
+    Raises:
+        StoreError: It holds changes of this host, or of others.
+        TierfsError: It cannot be read, and may hold such changes.
+    """
+    from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415 - imports numpy, which takes a while
+    from tierfs.host.nvme.tier import has_tier  # noqa: PLC0415
+    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415
+
+    has_tier(directory)  # raises if an earlier version left changes there
+    pending = paths_pending(host.directory, directory)
+    if pending:
+        named = ", ".join(pending[:_NAMED_MAX]) + (", ..." if len(pending) > _NAMED_MAX else "")
+        back = "put the store back, then " if store.is_gone else ""
+        raise StoreError(
+            f"{store.place}: {len(pending)} files are pending or in conflict ({named}): {back}`tierfs wait "
+            f"{shlex.quote(store.place)}` brings them down, or names the conflicts",
+            path=store.place,
+        )
+    places = peer_places(host, store.uuid)
+    held = [draft for place in places for draft in NvmeReader(place).drafts_below("", conflicts=True)]
+    if held:
+        raise StoreError(
+            f"{store.place}: {len(held)} files of other hosts are held here: wait until `tierfs status` shows none, or "
+            "run a flusher, which brings those of lost hosts down",
+            path=store.place,
+        )
+
+
 def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
     """Remove all that this host keeps of a store: segments, nvme tier and files of the state directory.
 
@@ -104,34 +135,14 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
         StoreError: A process uses it, or changes are pending. Nothing was removed.
         TierfsError: Its tiers cannot be read, and may hold pending changes; or a file cannot be removed.
     """
-    from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
-    from tierfs.host.nvme.tier import has_tier  # noqa: PLC0415 - imports numpy, which takes a while
-    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415
-    from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
+    from tierfs.host.slab.ram import RamTier  # noqa: PLC0415 - imports numpy, which takes a while
 
     host, directory = Host(state), state / "stores" / store.uuid
     with host.locked(LOCK):
         if directory.is_symlink() or not directory.is_dir():
             raise NotFoundError(f"{directory} is not there any more: nothing was removed", path=str(directory))
         with _alone(directory, store):
-            has_tier(directory)  # raises if an earlier version left changes there
-            pending = paths_pending(state, directory)
-            if pending:
-                named = ", ".join(pending[:_NAMED_MAX]) + (", ..." if len(pending) > _NAMED_MAX else "")
-                back = "put the store back, then " if store.is_gone else ""
-                raise StoreError(
-                    f"{store.place}: {len(pending)} files are pending or in conflict ({named}): {back}`tierfs wait "
-                    f"{shlex.quote(store.place)}` brings them down, or names the conflicts",
-                    path=store.place,
-                )
-            places = peer_places(host, store.uuid)
-            held = [draft for place in places for draft in NvmeReader(place).drafts_below("", conflicts=True)]
-            if held:
-                raise StoreError(
-                    f"{store.place}: {len(held)} files of other hosts are held here: wait until `tierfs status` shows "
-                    "none, or run a flusher, which brings those of lost hosts down",
-                    path=store.place,
-                )
+            _check_nothing_is_needed(host, directory, store)
             ram = RamTier(host, store.uuid, budget_bytes=0, clock=SystemClock())
             with contextlib.closing(ram):
                 size = _bytes_below(directory) + ram.usage().store_bytes
@@ -139,8 +150,9 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
                     return size
                 ram.reclaim(lambda _segment: ())
                 ram.reap()
-                if places[0].exists():
-                    shutil.rmtree(places[0])
+                held = peer_places(host, store.uuid)[0]
+                if held.exists():
+                    shutil.rmtree(held)
             try:
                 # No new directory: the disk may be full.
                 directory.rename(state / f"{LOCK}-{store.uuid}-{secrets.token_hex(4)}")
