@@ -179,6 +179,7 @@ def test_doing_it_again_changes_nothing():
 ORDERS = {
     "tierfs first": "import tierfs, torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
     "torch first": "import torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file; import tierfs",
+    "safetensors first": "from safetensors.torch import save_file; import torch, torch.distributed.checkpoint as dcp",
     "between": "import torch, safetensors, tierfs, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
     "torch alone": "import torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
 }
@@ -186,7 +187,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_the_order_of_imports_does_not_matter(order, tmp_path):
-    if order == ORDERS["torch alone"]:
+    if order in (ORDERS["torch alone"], ORDERS["safetensors first"]):
         pytest.importorskip("importlib.metadata")
         from importlib.metadata import entry_points
 
@@ -206,6 +207,7 @@ for call in (lambda: torch.save(1, url), lambda: dcp.FileSystemWriter(url), lamb
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert run.stdout.split() == ["InvalidInputError"] * 3, run.stderr
+    assert "is unknown" not in run.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -134,6 +134,8 @@ def _checked_for_torchs_own(stock: Callable[..., None], instead: str) -> Callabl
 
 
 def _guard_safetensors(module: Any) -> None:
+    if module.__spec__._initializing and not hasattr(module, "serialize_file"):
+        return  # `import safetensors.torch` imports torch, which imports tierfs, before it takes the changed function
     stock = module.serialize_file
 
     @functools.wraps(stock)
