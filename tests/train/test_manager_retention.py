@@ -1,6 +1,8 @@
 """Retention removes the checkpoints of this run that no policy keeps, but none that a restart may need."""
 
 import logging
+import os
+import signal
 
 import fsspec
 import pytest
@@ -89,6 +91,28 @@ def test_a_step_can_be_deleted(root):
         for missing in (run.delete, run.pin):
             with pytest.raises(NotFoundError):
                 missing(2)
+
+
+def test_a_step_goes_as_a_whole_while_its_metadata_waits(root, tmp_path):
+    here, there = ({"ram": "16MiB", "nvme": "0", "state_dir": str(tmp_path / name)} for name in ("here", "there"))
+    with manager(root, **here) as run:
+        run.save(1, state(1)).wait("object")
+        run.wait()
+        files = fsspec.url_to_fs(root, ack="staged", **here)[0]
+        metadata = f"{root}/step_1/.metadata"
+        content = files.cat_file(metadata)
+        flusher = files.status()["flusher"]["pid"]
+        os.kill(flusher, signal.SIGSTOP)
+        try:
+            files.pipe_file(metadata, content)  # newer than the published one, so its removal waits, too
+            run.delete(1)
+            assert run.latest() is None
+            with manager(root, **there) as other:
+                assert other.restore(state(0)).step == 1
+        finally:
+            os.kill(flusher, signal.SIGCONT)
+        files.wait(root, timeout=60)
+    assert [path for path in files.find(root) if "/step_1/" in path] == []
 
 
 def test_another_runs_checkpoints_are_left_alone(root):

@@ -126,10 +126,11 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
         if observed.record is None or observed.record.write_id != write_id:
             raise ConflictError(f"{store.where(path)} was saved again in the meantime: it is kept", path=path)
         roots.append(observed)
+    after = None  # if a tombstone of the metadata is pending, the files go later: another host may read them
     for observed in roots:
-        bury(store, observed)
+        after = bury(store, observed, after=after) or after
     for name in (*sorted(names), *NOTES):
         try:
-            delete(store, inside(candidate.directory, name))
+            delete(store, inside(candidate.directory, name), after=after)
         except NotFoundError:  # noqa: PERF203 - a missing file must not stop the loop
             continue

@@ -159,8 +159,10 @@ def replace(
     follow(store, record, observed.path)
 
 
-def delete(store: Store, path: str) -> int:
+def delete(store: Store, path: str, *, after: bytes | None = None) -> int:
     """Delete the file ``path``. Garbage collection deletes its chunks, one grace later at the earliest.
+
+    ``after`` is the write id of a pending draft to publish first; see `bury`.
 
     Returns:
         The file's length in bytes; 0 if its record was damaged.
@@ -175,15 +177,23 @@ def delete(store: Store, path: str) -> int:
     if observed.manifest is None and (observed.version is None or observed.record is not None):
         refuse_foreign(store, path)
         raise NotFoundError(f"{store.where(path)} is not there", path=path)
-    bury(store, observed)
+    bury(store, observed, after=after)
     return 0 if observed.manifest is None else observed.manifest.length
 
 
-def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> None:
+def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> bytes | None:
     """Replace an observed record by a tombstone. Raises as `replace` does.
 
-    ``after`` is the write id of a pending draft to publish first: the draft at the target of a rename.
+    Args:
+        store: The store.
+        observed: The version that the tombstone replaces.
+        after: Write id of a pending draft to publish first: the draft at the target of a rename, or the tombstone of
+            the metadata that names this file.
+
+    Returns:
+        The write id of the tombstone if it is pending; ``None`` if it is published.
     """
     assert observed.version is not None or observed.draft is not None
     tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))
     replace(store, observed, tombstone, staged=after is not None, after=after)
+    return None if observed.draft is None and after is None else tombstone.write_id
