@@ -144,4 +144,8 @@ def world(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + ROUNDS))
 def test_nothing_acknowledged_at_peer_is_lost(world, seed):
-    world.run(seed)
+    try:
+        world.run(seed)
+    except BaseException:
+        print(world.holder.status(), world.holder.log()[-5000:])
+        raise

@@ -194,3 +194,26 @@ def test_a_host_with_another_certificate_is_refused(hosts, tmp_path):
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         dial(record.address, record.port, stranger.context([stranger.certificate], server=False), 10)
     assert holder.status()["peers"]["holds_files"] == 0
+
+
+@pytest.mark.parametrize("later", ["replaced", "removed"])
+def test_a_change_that_its_owner_has_replaced_is_no_conflict(hosts, later):
+    """The holder was away when the owner published that change, and then the next one of the same path."""
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    fs, root = save(owner, {"x": content(17)})
+    holder.kill()
+    owner.kill()
+    del owner.settings["bandwidth"]
+    owner.start()
+    fs.wait(f"{root}/run/x", "object", timeout=WAIT_S)
+    if later == "replaced":
+        fs.pipe_file(f"{root}/run/x", content(18), ack="object")
+    else:
+        fs.rm_file(f"{root}/run/x")
+    owner.lose()
+    holder.start()
+    until(lambda: holder.status()["peers"]["holds_files"] == 0, WAIT_S)
+    assert holder.status()["conflict_files"] == 0
+    there, store = bare(owner.url)
+    assert there.exists(f"{store}/run/x") == (later == "replaced")
+    assert later == "removed" or there.cat_file(f"{store}/run/x") == content(18)

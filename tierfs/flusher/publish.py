@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
-from tierfs.format.manifest import Manifest, Row, Tombstone
+from tierfs.format.manifest import Manifest, Record, Row, Tombstone
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import SendPlan, send_chunk
@@ -132,10 +132,15 @@ class StorePublisher:
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             _commit(store, commits, directory)
 
-    def is_published(self, path: str, write_ids: AbstractSet[bytes]) -> bool:
-        """Return whether the record of a path has one of these write ids. Raises as `observe`."""
-        record = observe(self._open().store, path).record
-        return record is not None and record.write_id in write_ids
+    def is_replaced(self, draft: Draft, later: AbstractSet[bytes]) -> bool:
+        """Return whether the draft's host itself has published a later change of the path, here or on another host.
+
+        ``later`` has write ids of such changes. Others are known by `Store.new_write_id`. Raises as `observe`.
+        """
+        record = observe(self._open().store, draft.path).record
+        if record is None or record.write_id in later:
+            return record is not None
+        return record.write_id[8:] == draft.write_id[8:] and _written_ns(record) >= _written_ns(draft.record)
 
     def tell_host(self) -> None:
         """Write down the versions that this process published and found, for saves while the object tier is unreachable."""
@@ -215,6 +220,10 @@ class StorePublisher:
                 store.encoder.use(self._codecs)
             self._opened = _OpenedStore(store, Commits(store), KeyframeIndex(store))
             return self._opened
+
+
+def _written_ns(record: Record) -> int:
+    return record.modified_ns if isinstance(record, Manifest) else record.deleted_ns
 
 
 def _commit(store: Store, commits: Commits, directory: str) -> None:

@@ -292,10 +292,10 @@ class Uploader:
         try:
             publisher.publish(entry.draft, entry.plan, rows, state.sources_of(entry.draft))
         except ConflictError:
-            # A host that adopted this draft may have published it, and those that build on it.
+            # With peers, this draft may have been published on another host, and the next one of its path, too.
             with state.changed:
-                later = [each for each in state.entries.dependents(entry) if each.path == entry.path]
-            if not publisher.is_published(entry.path, {each.draft.write_id for each in later}):
+                later = {each.draft.write_id for each in state.entries.dependents(entry) if each.path == entry.path}
+            if state.peering is None or not publisher.is_replaced(entry.draft, later):
                 raise
         finally:
             publisher.tell_host()

@@ -121,6 +121,11 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self._objects!r})"
 
+    def new_write_id(self) -> bytes:
+        """Return 16 bytes that no other change has. The last eight are those of all changes of this host."""
+        host = bytes.fromhex(self._tiers.ram.host.name()) if self._tiers is not None else b""
+        return self.random_bytes(16 - len(host)) + host
+
     @property
     def objects(self) -> ObjectTier:
         """The object tier, based at the store's root. Raises `StoreError` in a forked child."""

@@ -101,7 +101,7 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
         "metadata", manifest.metadata if source.path == target.path else SaveMark.without(manifest.metadata)
     )
     placed = replace(
-        manifest, write_id=store.random_bytes(16), previous=target.previous, rows=rows, indirect=indirect, **changes
+        manifest, write_id=store.new_write_id(), previous=target.previous, rows=rows, indirect=indirect, **changes
     )
     replace_record(store, target, placed, staged=staged, slots=source.slots, term=term)
     return placed, staged

@@ -194,6 +194,6 @@ def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> byt
         The write id of the tombstone if it is pending; ``None`` if it is published.
     """
     assert observed.version is not None or observed.draft is not None
-    tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))
+    tombstone = Tombstone(store.new_write_id(), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))
     replace(store, observed, tombstone, staged=after is not None, after=after)
     return None if observed.draft is None and after is None else tombstone.write_id

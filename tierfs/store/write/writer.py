@@ -118,7 +118,7 @@ class Writer:
             self._observed = observe(store, path)
         self._staged = self._staged or self._observed.draft is not None
         self.metadata = metadata
-        self._write_id = store.random_bytes(16)
+        self._write_id = store.new_write_id()
         # Bytes gather in `_small` until it is clear that they do not fit into the manifest, then in the sink.
         self._small = bytearray()
         self._sink: ObjectSink | SlabSink | None = None
