@@ -14,7 +14,7 @@ from support import dcp_stores
 from support.waiting import HANG_S
 
 import tierfs
-from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.train import Latest, Manager
 from tierfs.train.save import RunWriter
 
@@ -142,6 +142,8 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
             handle.wait("object", timeout=WAIT_S)
         except ConflictError:  # the other host saved this step too, and its record was first
             assert len(self.saved[handle.step]) > 1
+        except NotFoundError:  # the other host went on from this step or its own, and no longer keeps it
+            assert max(self.saved) > handle.step
         else:
             self.acked[handle.step] = max(number, self.acked.get(handle.step, 0))
 
