@@ -348,12 +348,13 @@ class RunDirectory:
         save(store, inside(path, name), data)
 
     def record_of(self, step: int) -> dict[str, Any] | None:
-        """Return the record of a step's state; ``None`` if there is none for the present save of the step."""
+        """Return the record of a step's state; ``None`` if there is none for the present save of the step.
+
+        Another host may have removed the step since it was loaded. Then there is none either.
+        """
         record = self.note_of(step, RECORD)
-        if not record:
-            return None
-        note = self.checkpoint(step).note
-        return record if note is not None and record.get("save_id") == note.save_id else None
+        save_id = self._save_id(step) if record else ""
+        return record if save_id and record.get("save_id") == save_id else None
 
     def mark_damaged(self, step: int, why: str) -> None:
         """Note that the present save of a step could not be loaded. A later save of the step makes the note invalid."""
