@@ -217,3 +217,10 @@ def test_a_change_that_its_owner_has_replaced_is_no_conflict(hosts, later):
     there, store = bare(owner.url)
     assert there.exists(f"{store}/run/x") == (later == "replaced")
     assert later == "removed" or there.cat_file(f"{store}/run/x") == content(18)
+
+
+def test_a_program_starts_a_flusher_that_has_peers(hosts):
+    owner, _ = hosts("a"), hosts("b")
+    owner.kill()
+    fs, root = save(owner, {"x": content(19)})
+    assert fs.ack(f"{root}/run/x") in {"peer", "object"}

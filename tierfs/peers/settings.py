@@ -47,9 +47,10 @@ class PeerSettings:
     def arguments(self) -> list[str]:
         """Return these settings as arguments of ``tierfs flusher run``."""
         address = f"[{self.address}]" if ":" in self.address else self.address
-        sizes = {"--peer-ram": self.ram_bytes, "--peer-nvme": self.nvme_bytes, "--peer-bandwidth": self.bandwidth}
-        out = ["--peers", str(self.count), "--peer-listen", f"{address}:{self.port}", "--peer-domain", self.domain]
-        return [*out, *(text for name, size in sizes.items() for text in (name, str(size)))]
+        given = {"--peers": self.count, "--peer-listen": f"{address}:{self.port}", "--peer-domain": self.domain}
+        given |= {"--peer-ram": self.ram_bytes, "--peer-nvme": self.nvme_bytes, "--peer-bandwidth": self.bandwidth}
+        # The command line refuses an empty argument.
+        return [text for name, value in given.items() if value != "" for text in (name, str(value))]
 
 
 def parse_listen(text: str) -> tuple[str, int]:
