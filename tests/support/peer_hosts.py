@@ -39,14 +39,18 @@ class PeerHost:
         self._flusher = None
 
     def start(self):
-        arguments = [sys.executable, "-m", "tierfs.cli", "flusher", "run", f"tierfs::{self.url}"]
+        arguments = ["flusher", "run", f"tierfs::{self.url}"]
         for name, value in {"state_dir": self.state, **self.settings}.items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
-        log = (self.state / "sidecar.log").open("ab")
-        with log:
-            self._flusher = subprocess.Popen(arguments, stderr=log, start_new_session=True)
+        self._flusher = self._spawn(arguments)
         until(lambda: any(map(self._answers, self.state.glob("stores/*"))), 60)
         return self
+
+    def _spawn(self, arguments):
+        with (self.state / "sidecar.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tierfs.cli", *arguments], stderr=log, start_new_session=True
+            )
 
     def _answers(self, directory):
         connection = connect(directory, 1)
