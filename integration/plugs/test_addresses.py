@@ -11,11 +11,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-to/integration-tests.md")
 pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
 
 import fsspec
 import pyarrow.fs
 import pyarrow.parquet as pq
 import torch.distributed.checkpoint as dcp
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from torch.distributed.checkpoint.api import CheckpointException
 from upath import UPath
 
@@ -56,6 +58,7 @@ PROGRAMS = {
     "`TierWriter`": (lambda url: void(dcp.save(STATE, storage_writer=TierWriter(f"{url}/2"), no_dist=True)), None),
     "`Manager`, `TierCallback`": (lambda url: saved(Manager(f"{url}/run", save=())), None),
     "`tierfs.plugs.huggingface.save_pretrained`": (lambda url: save_pretrained(CONFIG, f"{url}/m"), None),
+    "MLflow's artifacts": (lambda url: void(get_artifact_repository(f"{url}/ml").log_artifact(__file__)), None),
     "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),
     "Python's `open`": (lambda url: written(open(f"{url}/o", "wb")), None),  # noqa: SIM115
     "`UPath`": (lambda url: void(UPath(f"{url}/p").write_bytes(b"x")), None),

@@ -1,0 +1,63 @@
+"""MLflow 3: artifacts of runs and models in a store. MLflow finds this by itself for ``tierfs:`` URLs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+
+import fsspec
+from mlflow.entities import FileInfo
+from mlflow.store.artifact.artifact_repo import ArtifactRepository, verify_artifact_path
+
+_logger = logging.getLogger("tierfs.plugs")
+
+
+class TierArtifactRepository(ArtifactRepository):
+    """Artifacts below a tierfs URL, such as ``mlflow.create_experiment(name, artifact_location=URL)`` sets.
+
+    A file is logged when it has reached the configured level. Reads are verified. The entry point
+    ``mlflow.artifact_repository`` makes this class known to MLflow.
+
+    Args:
+        artifact_uri: ``tierfs::s3://bucket/run`` or ``tierfs://NAME/run``.
+        tracking_uri: Not used.
+        registry_uri: Not used.
+    """
+
+    def __init__(self, artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
+        super().__init__(artifact_uri, tracking_uri, registry_uri)
+        self._fs, self._root = fsspec.url_to_fs(artifact_uri)
+        _logger.info("tierfs: MLflow's artifacts go to %s; a file is done at the configured level", artifact_uri)
+
+    def log_artifact(self, local_file: str, artifact_path: str | None = None) -> None:
+        verify_artifact_path(artifact_path)
+        self._fs.put_file(local_file, self._at(artifact_path, os.path.basename(local_file)))
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        verify_artifact_path(artifact_path)
+        if os.listdir(local_dir):
+            self._fs.put(f"{os.path.abspath(local_dir)}/", f"{self._at(artifact_path)}/", recursive=True)
+
+    def list_artifacts(self, path: str | None = None) -> list[FileInfo]:
+        place = self._at(path)
+        if not self._fs.isdir(place):
+            return []
+        found = self._fs.ls(place, detail=True)
+        return sorted((self._info(entry) for entry in found), key=lambda info: str(info.path))
+
+    def delete_artifacts(self, artifact_path: str | None = None) -> None:
+        place = self._at(artifact_path)
+        if self._fs.exists(place):
+            self._fs.rm(place, recursive=True)
+
+    def _download_file(self, remote_file_path: str, local_path: str) -> None:
+        self._fs.get_file(self._at(remote_file_path), local_path)
+
+    def _at(self, *parts: str | None) -> str:
+        return posixpath.join(self._root, *(part for part in parts if part))
+
+    def _info(self, entry: dict[str, object]) -> FileInfo:
+        is_directory = entry["type"] == "directory"
+        path = posixpath.relpath(str(entry["name"]), self._root)
+        return FileInfo(path, is_directory, None if is_directory else entry["size"])
