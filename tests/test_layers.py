@@ -29,7 +29,7 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
 #     ground <- format | codec <- objects | host | device <- store | peers <- flusher <- session
-#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli
+#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -60,6 +60,7 @@ ALLOWED = {
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "plugs": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
+    "ui": BELOW_FACES | {"dcp", "checkpoint", "train", "cli"},
     "testing": None,  # may import anything; no other layer imports it
     "__init__": {
         "errors",

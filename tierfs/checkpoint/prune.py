@@ -43,8 +43,8 @@ def prune(
     found = {candidate.directory: (candidate, standing(store, candidate)) for candidate in candidates(store, path)}
     _check_pins(store, path, pinned, list(found))
     lines = {above: read_lines(store, above) or Lines() for above in {path.rpartition("/")[0] for path in found}}
-    saved = [_saved(store, *each, pinned, lines) for each in found.values()]
-    _check_metrics(store, path, keep, saved)
+    saved = [facts_of(store, *each, pinned, lines) for each in found.values()]
+    check_metrics(store, path, keep, saved)
     decisions = decide(saved, keep, store.clock.now_ns())
     for decision in decisions if not dry_run else ():
         if decision.is_kept:
@@ -69,7 +69,7 @@ def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequenc
         )
 
 
-def _check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collection[SavedCheckpoint]) -> None:
+def check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collection[SavedCheckpoint]) -> None:
     """Raise if a rule names a metric that no checkpoint has: it would keep nothing, as a misspelled one would."""
     metrics = {metric for saved in found for metric in saved.metrics}
     for rule in keep if found else ():
@@ -81,7 +81,7 @@ def _check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collect
             )
 
 
-def _saved(
+def facts_of(
     store: Store, candidate: Candidate, found: Standing, pinned: Collection[str], lines: Mapping[str, Lines]
 ) -> SavedCheckpoint:
     directory = candidate.directory

@@ -52,6 +52,7 @@ GROUPS = {
         "forget": "remove what this host keeps of a store",
         "flusher": "run, stop or inspect the background flusher",
         "doctor": "check this machine, and advise what to change",
+        "ui": "show stores on a web page",
     },
     "upkeep": {
         "du": "show stored, shared and freed bytes",
@@ -79,6 +80,8 @@ ALIASES = {
 }
 """Names that other tools have for commands. Actions have `ACTION_ALIASES`."""
 ACTION_ALIASES = {"list": "ls", "check": "verify"}
+_ABOVE = {"ui": "tierfs.ui.command"}
+"""The modules of commands that lie in a higher layer, as they show what other commands print."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\
@@ -159,7 +162,7 @@ class ActionsParser(_Parser):
 
 
 def load_command(name: str) -> Any:
-    return importlib.import_module(f"tierfs.cli.commands.{name}")
+    return importlib.import_module(_ABOVE.get(name, f"tierfs.cli.commands.{name}"))
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:

@@ -44,18 +44,18 @@ def ls(arguments: argparse.Namespace) -> int:
         run_in_parallel(look, found, progress)
         for path in vanished & listed.keys():
             listed[path].damage.append(f"{ROOT} has vanished without a tombstone: copy its record back")
-        checkpoints = sorted((listed[candidate.directory] for candidate in found), key=_order)
+        checkpoints = sorted((listed[candidate.directory] for candidate in found), key=order)
         # Last, because the loop above caches the checkpoints' records.
         held = usages(place.store, [candidate.directory for candidate in found]) if arguments.usage else {}
     if arguments.json:
-        documents = [_document(place, checkpoint, held.get(checkpoint.directory)) for checkpoint in checkpoints]
+        documents = [list_document(place, checkpoint, held.get(checkpoint.directory)) for checkpoint in checkpoints]
         print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})
     elif checkpoints:
         _print_list(place, checkpoints, held, usage=arguments.usage)
     return CorruptionError.exit_code if any(checkpoint.damage for checkpoint in checkpoints) else 0
 
 
-def _order(checkpoint: Standing) -> tuple[object, ...]:
+def order(checkpoint: Standing) -> tuple[object, ...]:
     """Return a sort key: by the directory above, then by step, then by name. Unknown steps come first."""
     above = checkpoint.directory.rpartition("/")[0]
     step = -1 if checkpoint.step is None else checkpoint.step
@@ -66,7 +66,7 @@ def _name(place: StorePlace, checkpoint: Standing) -> str:
     return place.relative(checkpoint.directory) or place.name
 
 
-def _document(place: StorePlace, checkpoint: Standing, held: Usage | None) -> dict[str, object]:
+def list_document(place: StorePlace, checkpoint: Standing, held: Usage | None) -> dict[str, object]:
     return {
         "name": _name(place, checkpoint),
         "step": checkpoint.step,
@@ -91,7 +91,7 @@ def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[st
     sizes = ("size", "stored", "shared", "freed") if usage else ("size",)
     rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "kind", "created", "name")]
     for checkpoint in checkpoints:
-        document = _document(place, checkpoint, held.get(checkpoint.directory))
+        document = list_document(place, checkpoint, held.get(checkpoint.directory))
         rows.append(
             (
                 or_dash(checkpoint.step),

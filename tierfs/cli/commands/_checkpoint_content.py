@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import cast
 
@@ -35,21 +35,12 @@ def show(arguments: argparse.Namespace) -> int:
             raise NotFoundError(
                 f"no tensor of {source.url} matches {arguments.other!r}: it has {some}", path=source.url
             )
-        where = Placement(checkpoint)
-        placement = where if arguments.shards else None
-        tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
-        for number, (fqn, tensor) in enumerate(tensors.items() if arguments.codecs else ()):
-            progress.note(f"{number} of {len(tensors)} tensors")
-            coded = where.coded(shard.place for shard in checkpoint.shards(fqn))
-            tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
-    if arguments.json:
-        print_json(
-            {
-                **_summary(source, checkpoint),
-                "tensors": [{"name": fqn, **tensor} for fqn, tensor in tensors.items()],
-                "objects": [{"name": fqn, "size": checkpoint.object(fqn).length} for fqn in objects],
-            }
+        placement = Placement(checkpoint)
+        tensors = describe_tensors(
+            checkpoint, names, placement, shards=arguments.shards, codecs=arguments.codecs, note=progress.note
         )
+    if arguments.json:
+        print_json(content_document(source, checkpoint, tensors, objects))
         return 0
     print("\n".join(align([(name, printable(or_dash(value))) for name, value in _shown(source, checkpoint)])))
     coding = ("stored", "codecs", "why") if arguments.codecs else ()
@@ -69,7 +60,7 @@ def show(arguments: argparse.Namespace) -> int:
     print("", head, sep="\n")
     for line, name in zip(lines, [*names, *objects], strict=True):
         print(line)
-        if placement is not None and name in tensors:
+        if arguments.shards and name in tensors:
             shown = [_shard_row(shard, placement) for shard in checkpoint.shards(name)]
             print("\n".join(f"    {text}" for text in align(shown, states=(4,))))
     return 0
@@ -78,6 +69,34 @@ def show(arguments: argparse.Namespace) -> int:
 def _coding_row(tensor: Mapping[str, object]) -> tuple[str, ...]:
     codecs, reasons = cast("Counter[str]", tensor["codecs"]), cast("Counter[str]", tensor["reasons"])
     return (format_bytes(cast("int", tensor["stored"])), "+".join(codecs) or "-", " + ".join(reasons) or "-")
+
+
+def describe_tensors(
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    placement: Placement,
+    *,
+    shards: bool,
+    codecs: bool,
+    note: Callable[[str], object],
+) -> dict[str, dict[str, object]]:
+    """Return the facts about tensors by name. ``note`` is called with the progress of finding their codecs."""
+    tensors = {fqn: _tensor(checkpoint, fqn, placement if shards else None) for fqn in names}
+    for number, (fqn, tensor) in enumerate(tensors.items() if codecs else ()):
+        note(f"{number} of {len(tensors)} tensors")
+        coded = placement.coded(shard.place for shard in checkpoint.shards(fqn))
+        tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
+    return tensors
+
+
+def content_document(
+    source: StorePlace, checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, object]], objects: Iterable[str]
+) -> dict[str, object]:
+    return {
+        **_summary(source, checkpoint),
+        "tensors": [{"name": fqn, **tensor} for fqn, tensor in tensors.items()],
+        "objects": [{"name": fqn, "size": checkpoint.object(fqn).length} for fqn in objects],
+    }
 
 
 def _matching(names: Iterable[str], pattern: str | None) -> list[str]:
@@ -202,10 +221,10 @@ def diff(arguments: argparse.Namespace) -> int:
     with Progress("diff", total_bytes=a.length, wanted=arguments.progress) as progress:
         found = compare(a, b, progress=progress.advance)
     lines = _difference_lines(found, *sources, top=arguments.top)
-    return print_result(arguments, _document(found, *sources), *lines, code=0 if found.is_none else DIFFERENT)
+    return print_result(arguments, difference_document(found, *sources), *lines, code=0 if found.is_none else DIFFERENT)
 
 
-def _document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict[str, object]:
+def difference_document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict[str, object]:
     return {
         "a": a.url,
         "b": b.url,

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             entries = (find if arguments.recursive else list_directory)(place.store, place.path, detail=detail)
         if not entries:
             place.entry()
-    document = {"url": place.url, "entries": [_document(place, entry) for entry in entries]} if detail else None
+    document = {"url": place.url, "entries": [entry_document(place, entry) for entry in entries]} if detail else None
     if arguments.long:
         lines = align([_row(place, entry) for entry in entries], right=(1,), states=(0,))
     else:
@@ -71,7 +71,7 @@ def _row(place: StorePlace, entry: Entry) -> tuple[str, str, str, str]:
     )
 
 
-def _document(place: StorePlace, entry: Entry) -> dict[str, object]:
+def entry_document(place: StorePlace, entry: Entry) -> dict[str, object]:
     modified_ns = _modified_ns(entry)
     manifest = None if entry.is_directory else entry.manifest
     return {

@@ -44,12 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
     pinned = {named_path(place, text) for text in arguments.pin}
     with Progress("prune"):
         pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
-    document = {"url": place.url, "dry_run": arguments.dry_run, "checkpoints": [_plain(each) for each in pruned]}
+    document = {
+        "url": place.url,
+        "dry_run": arguments.dry_run,
+        "checkpoints": [decision_document(each) for each in pruned],
+    }
     code = ConflictError.exit_code if any(each.problem for each in pruned) else 0
     return print_result(arguments, document, *_lines(pruned, dry_run=arguments.dry_run), code=code)
 
 
-def _plain(each: Decision) -> dict[str, object]:
+def decision_document(each: Decision) -> dict[str, object]:
     saved = each.saved
     return {
         "path": saved.path,

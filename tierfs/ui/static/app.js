@@ -1,0 +1,160 @@
+// The frame of the page: the session, live events, and which view is shown.
+
+import { ask, h, put } from "./dom.js";
+import { checkpointView, diffView } from "./checkpoint.js";
+import { redraw } from "./chart.js";
+import { filesView } from "./files.js";
+import { overview } from "./overview.js";
+import { runView } from "./run.js";
+
+const VIEWS = { "": overview, checkpoint: checkpointView, diff: diffView, files: filesView, run: runView };
+const TABS = [["", "Overview"], ["run", "Run"], ["files", "Files"]];
+const SILENT_MS = 2800;
+const byId = (id) => document.getElementById(id);
+
+// What all views share: the newest state of each store, and its checkpoints by path.
+export const state = { about: null, stores: [], rows: new Map(), lists: new Map(), listeners: new Set() };
+let view = null, heard = 0, source = null;
+
+export const changed = (what, store) => { for (const listener of state.listeners) listener(what, store); };
+
+export function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const parameters = new URLSearchParams(query);
+  return { name: path in VIEWS ? path : "", parameters, store: Math.min(Number(parameters.get("s")) || 0, Math.max(0, state.stores.length - 1)) };
+}
+
+export function address(name, parameters = {}) {
+  const query = new URLSearchParams({ ...(state.stores.length > 1 ? { s: route().store } : {}), ...parameters });
+  return `#/${name}${query.size ? `?${query}` : ""}`;
+}
+
+export const go = (name, parameters) => { location.hash = address(name, parameters); };
+
+function show() {
+  const at = route();
+  view?.close?.();
+  state.listeners.clear();
+  put(byId("tabs"), TABS.map(([name, title]) =>
+    h("a", { href: address(name), "aria-current": name === at.name || (name === "" && ["checkpoint", "diff"].includes(at.name)) ? "page" : null }, title)));
+  byId("picker").hidden = state.stores.length < 2;
+  byId("stores").value = String(at.store);
+  const main = byId("main");
+  view = VIEWS[at.name](at);
+  put(main, [view.element]);
+  document.title = `${view.title ?? "tierfs"} · tierfs`;
+  scrollTo(0, 0);
+}
+
+// Fetch the rows that changed since the last time.
+const fetching = new Map();
+export async function fetchRows(store) {
+  if (fetching.has(store)) { fetching.set(store, true); return; }
+  fetching.set(store, false);
+  try {
+    const list = state.lists.get(store) ?? { version: 0 };
+    const { document } = await ask("/api/checkpoints.json", { store, since: list.version });
+    const rows = state.rows.get(store) ?? new Map();
+    for (const name of document.gone) for (const [path, row] of rows) if (row.name === name) rows.delete(path);
+    for (const row of document.checkpoints) rows.set(row.path, row);
+    state.rows.set(store, rows);
+    state.lists.set(store, { ...document, checkpoints: null });
+    changed("rows", store);
+  } catch (error) {
+    silent(error.message);
+  } finally {
+    const again = fetching.get(store);
+    fetching.delete(store);
+    if (again) fetchRows(store);
+  }
+}
+
+async function load() {
+  const { document } = await ask("/api/stores.json");
+  state.about = document;
+  state.stores = document.stores;
+  state.rows.clear();
+  state.lists.clear();
+  put(byId("stores"), state.stores.map((store) => h("option", { value: store.store }, store.url)));
+  for (const store of state.stores) fetchRows(store.store);
+  show();
+}
+
+function silent(why) {
+  byId("live").className = "live off";
+  byId("live").textContent = "offline";
+  byId("banner").hidden = false;
+  byId("banner").textContent = `The server does not answer, so these figures are old. Is \`tierfs ui\` running? ${why ?? ""}`;
+}
+
+function alive() {
+  heard = Date.now();
+  if (byId("live").textContent === "live") return;
+  byId("live").className = "live on";
+  byId("live").textContent = "live";
+  byId("banner").hidden = true;
+}
+
+function listen() {
+  source?.close();
+  source = new EventSource("/api/events");
+  source.addEventListener("hello", async (event) => {
+    alive();
+    if (state.about && state.about.server !== JSON.parse(event.data).server) await load().catch((error) => silent(error.message));
+  });
+  source.addEventListener("beat", alive);
+  source.addEventListener("store", (event) => {
+    alive();
+    const fresh = JSON.parse(event.data), old = state.stores[fresh.store];
+    if (!old) return;
+    const history = old.history ?? [];
+    if (fresh.sample && history.at(-1)?.[0] !== fresh.sample[0]) history.push(fresh.sample);
+    while (history.length && history[0][0] < Date.now() / 1000 - 600) history.shift();
+    state.stores[fresh.store] = { ...fresh, history };
+    changed("status", fresh.store);
+    if ((state.lists.get(fresh.store)?.version ?? -1) !== fresh.list[0]) fetchRows(fresh.store);
+    else if (state.lists.get(fresh.store)?.looked !== fresh.list[1]) fetchRows(fresh.store);
+  });
+  source.addEventListener("error", () => silent());
+}
+
+setInterval(() => {
+  if (Date.now() - heard <= SILENT_MS) return;
+  silent();
+  if (source?.readyState === EventSource.CLOSED || Date.now() - heard > 3 * SILENT_MS) { heard = Date.now() - SILENT_MS; listen(); }
+}, 1000);
+
+function theme() {
+  const themes = ["auto", "light", "dark"], button = byId("theme");
+  const set = (name) => {
+    document.documentElement.style.colorScheme = name === "auto" ? "light dark" : name;
+    button.textContent = { auto: "◐", light: "☀", dark: "☾" }[name];
+    button.setAttribute("aria-label", `Colours: ${name}`);
+    button.title = `Colours: ${name}`;
+    localStorage.setItem("theme", name);
+    redraw();
+  };
+  button.addEventListener("click", () => set(themes[(themes.indexOf(localStorage.getItem("theme") ?? "auto") + 1) % 3]));
+  set(themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto");
+}
+
+async function start() {
+  theme();
+  const token = /^#token=(.+)$/.exec(location.hash)?.[1];
+  if (token) {
+    const answer = await fetch("/api/login", { headers: { Authorization: `Bearer ${token}` } });
+    if (!answer.ok) { put(byId("main"), [h("p", { class: "card problem" }, await answer.text())]); return; }
+    history.replaceState(null, "", "/#/");
+  }
+  addEventListener("hashchange", show);
+  byId("stores").addEventListener("change", (event) => { location.hash = `#/?s=${event.target.value}`; });
+  try {
+    await load();
+  } catch (error) {
+    put(byId("main"), [h("p", { class: "card problem", role: "alert" }, error.message)]);
+    if (error.message.includes("token")) return;
+  }
+  listen();
+}
+
+start();
