@@ -183,3 +183,16 @@ def test_rclone_finds_the_same_files(mounted_s3, source):
     )
     assert done.returncode == 1
     assert "1 differences found" in done.stderr
+
+
+def test_orbax_saves_removes_and_restores_arrays(mounted_s3, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+    np = pytest.importorskip("numpy")
+    with ocp.CheckpointManager(mounted_s3 / "run", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        for step in range(3):
+            manager.save(step, args=ocp.args.StandardSave({"a": np.arange(100_000) * step}))
+        manager.wait_until_finished()
+    with ocp.CheckpointManager(mounted_s3 / "run") as manager:
+        assert manager.all_steps() == [1, 2]
+        assert (manager.restore(2, args=ocp.args.StandardRestore())["a"] == np.arange(100_000) * 2).all()

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-to/integration-tests.md")
 pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+epath = pytest.importorskip("etils.epath", reason="etils is not installed")
 pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
 
 import fsspec
@@ -23,6 +24,7 @@ from upath import UPath
 
 import tierfs
 from tierfs.dcp import TierWriter
+from tierfs.plugs.epath import register
 from tierfs.plugs.huggingface import save_pretrained
 from tierfs.train import Manager
 
@@ -58,6 +60,7 @@ PROGRAMS = {
     "`TierWriter`": (lambda url: void(dcp.save(STATE, storage_writer=TierWriter(f"{url}/2"), no_dist=True)), None),
     "`Manager`, `TierCallback`": (lambda url: saved(Manager(f"{url}/run", save=())), None),
     "`tierfs.plugs.huggingface.save_pretrained`": (lambda url: save_pretrained(CONFIG, f"{url}/m"), None),
+    "`epath.Path`, after `register()`": (lambda url: void(epath.Path(f"{url}/e").write_text("x")), None),
     "MLflow's artifacts": (lambda url: void(get_artifact_repository(f"{url}/ml").log_artifact(__file__)), None),
     "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),
     "Python's `open`": (lambda url: written(open(f"{url}/o", "wb")), None),  # noqa: SIM115
@@ -86,6 +89,7 @@ def works(fs, directory, call, *arguments):
 
 def test_the_page_says_which_addresses_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    register()
     store = f"file://{tmp_path}/store"
     tierfs.init(store)
     config = tmp_path / "config.toml"
