@@ -2,7 +2,9 @@
 
 import contextlib
 import random
+import signal
 import socket
+import time
 
 import pytest
 from support.peer_hosts import LEASE_S, PeerHost, bare, until
@@ -10,6 +12,7 @@ from support.peer_hosts import LEASE_S, PeerHost, bare, until
 import tierfs
 from tierfs.errors import StoreError
 from tierfs.format.peer import PeerRecord
+from tierfs.host.host import Host
 from tierfs.host.local_state import forget, local_stores
 from tierfs.peers.settings import Identity
 from tierfs.peers.wire import dial
@@ -187,7 +190,7 @@ def test_a_host_with_another_certificate_is_refused(hosts, tmp_path):
     record = PeerRecord.decode(records[0].read_bytes(), "a record")
     context = stranger.context([record.certificate], server=False)
     with (
-        pytest.raises(OSError, match=r"unknown ca|closed|reset"),
+        pytest.raises(OSError, match=r"unknown ca|closed|reset|EOF"),
         contextlib.closing(dial(record.address, record.port, context, 10)) as connection,
     ):
         connection.ask({"do": "list", "after": 0})
@@ -224,3 +227,84 @@ def test_a_program_starts_a_flusher_that_has_peers(hosts):
     owner.kill()
     fs, root = save(owner, {"x": content(19)})
     assert fs.ack(f"{root}/run/x") in {"peer", "object"}
+
+
+def held(hosts, contents, **settings):
+    """Make an owner and a holder that publish nothing, and lose the owner. Return the holder."""
+    owner, holder = hosts("a", bandwidth=1, **settings), hosts("b", bandwidth=1)
+    save(owner, contents)
+    owner.lose()
+    return holder
+
+
+def test_a_host_reads_what_others_hold_before_it_is_published(hosts):
+    contents = {"shard0": content(1), "shard1": content(2, 5_000_000), "latest": b"shard1"}
+    holder = held(hosts, contents)
+    for host in (holder, hosts("c", bandwidth=1)):
+        fs, root = host.open()
+        assert sorted(fs.ls(f"{root}/run", detail=False)) == sorted(f"{root}/run/{name}" for name in contents)
+        assert {name: fs.cat_file(f"{root}/run/{name}") for name in contents} == contents
+        assert fs.cat_file(f"{root}/run/shard1", start=1_500_000, end=1_500_010) == contents["shard1"][1_500_000:][:10]
+        assert fs.ack(f"{root}/run/shard0") == "peer"
+        assert fs.status(root)["counters"]["process_peer_read_bytes"] >= 5_300_000
+
+
+def test_a_held_change_is_not_read_over_a_newer_file(hosts):
+    holder = held(hosts, {"x": content(17), "y": content(18)})
+    other, store = bare(holder.url)
+    other.pipe_file(f"{store}/run/x", b"newer")
+    fs, root = holder.open()
+    assert fs.cat_file(f"{root}/run/x") == b"newer"
+    assert fs.cat_file(f"{root}/run/y") == content(18)
+    assert fs.ack(f"{root}/run/x") == "object"
+
+
+def test_a_held_removal_hides_the_published_file(hosts):
+    owner, holder = hosts("a"), hosts("b", bandwidth=1)
+    fs, root = save(owner, {"x": content(19), "y": b"y"}, ack="object")
+    owner.kill()
+    owner.settings["bandwidth"] = 1
+    owner.start()
+    save(owner, {"z": content(20)})
+    fs, root = owner.open(ack="peer")
+    fs.rm_file(f"{root}/run/x")
+    owner.lose()
+    fs, root = holder.open()
+    assert [path.rpartition("/")[2] for path in fs.ls(f"{root}/run", detail=False)] == ["y", "z"]
+
+
+def test_a_damaged_held_copy_is_set_aside_and_another_one_is_read(hosts):
+    owner, *holders = hosts("a", bandwidth=1, peers=2), hosts("b", bandwidth=1), hosts("c", bandwidth=1)
+    contents = {"x": content(21, 3_000_000)}
+    save(owner, contents)
+    until(lambda: holders[0].status()["peers"]["live"] == 2, WAIT_S)
+    files = Host(holders[0].state).segments.glob("peers-*/**/*")
+    (file,) = [file for file in files if file.is_file() and file.stat().st_size > 3_000_000]
+    with file.open("r+b") as stream:
+        stream.seek(2_000_000)
+        stream.write(b"damage")
+    fs, root = holders[0].open()  # asks itself first
+    assert fs.cat_file(f"{root}/run/x") == contents["x"]
+    assert "damaged and not used" in holders[0].log()
+    until(lambda: owner.status()["peers"]["hosts"] and sent_again(owner), WAIT_S)
+
+
+def sent_again(owner):
+    return owner.status()["counters"]["flusher_peer_sent_bytes"] > 2 * 3_000_000
+
+
+def test_a_read_waits_only_briefly_for_a_host_that_hangs(hosts):
+    owner, *holders = hosts("a", bandwidth=1, peers=2), hosts("b", bandwidth=1), hosts("c", bandwidth=1)
+    contents = {f"x{number}": content(number, 100_000) for number in range(20)}
+    save(owner, contents)
+    owner.lose()
+    reader = hosts("d", bandwidth=1)
+    fs, root = reader.open()
+    assert fs.cat_file(f"{root}/run/x0") == contents["x0"]
+    holders[0].signal(signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        assert {name: fs.cat_file(f"{root}/run/{name}") for name in contents} == contents
+        assert time.monotonic() - begin < WAIT_S
+    finally:
+        holders[0].signal(signal.SIGCONT)

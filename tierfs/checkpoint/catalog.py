@@ -14,6 +14,7 @@ from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Entry, Store, find, stat
 from tierfs.store.announced_saves import PENDING
+from tierfs.store.local_changes import level_seen
 from tierfs.threads import transfers
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -187,7 +188,7 @@ def _open_announced(store: Store, path: str, found: Standing) -> Facts | None:
 
 
 def _is_published(store: Store, path: str) -> bool:
-    if _level(store, path) is not Level.OBJECT:
+    if level_seen(store, path) is not Level.OBJECT:
         return False
     try:
         return not stat(store, path).is_directory
@@ -230,7 +231,7 @@ def _describe(store: Store, candidate: Candidate, found: Standing, parts: list[F
 
     looked = transfers().map(look, sorted(files.items()))
     levels = [level for level, _, _ in looked]
-    levels += [_level(store, inside(candidate.directory, metadata_file(part.rank))) for part in parts]
+    levels += [level_seen(store, inside(candidate.directory, metadata_file(part.rank))) for part in parts]
     found.missing += [missing for _, missing, _ in looked if missing]
     found.damage += [damage for _, _, damage in looked if damage]
     # A missing part has no level.
@@ -239,7 +240,7 @@ def _describe(store: Store, candidate: Candidate, found: Standing, parts: list[F
 
 def _look(store: Store, path: str, length: int, listed: Entry | None, *, is_exact: bool) -> tuple[Level, str, str]:
     """Return a file's level and two texts: why it counts as missing, and why as damaged; empty if it does not."""
-    level = _level(store, path)
+    level = level_seen(store, path)
     name = path.rpartition("/")[2]
     try:
         entry = listed or stat(store, path)
@@ -254,8 +255,3 @@ def _look(store: Store, path: str, length: int, listed: Entry | None, *, is_exac
     if entry.length < length or (is_exact and entry.length != length):
         return level, f"{name} has {entry.length} bytes, not {length}", ""
     return level, "", ""
-
-
-def _level(store: Store, path: str) -> Level:
-    """Return the level of a file, as `tierfs.store.level_of` does. The file need not exist."""
-    return store.tiers.level(path) if store.tiers is not None else Level.OBJECT

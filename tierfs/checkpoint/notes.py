@@ -21,7 +21,7 @@ from tierfs.format.keys import inside
 from tierfs.store import Store
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.tree.listing import check_hidden
-from tierfs.store.tree.records import observe
+from tierfs.store.tree.records import observe_to_read
 
 if TYPE_CHECKING:
     from tierfs.dcp.checkpoint import Checkpoint  # it loads torch
@@ -51,7 +51,7 @@ def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes 
         StoreError, ReadOnlyError: The object tier failed.
     """
     path = inside(directory, name)
-    manifest = observe(store, path).manifest
+    manifest = observe_to_read(store, path).manifest
     if manifest is None:
         check_hidden(store, path)
         return None
@@ -81,7 +81,7 @@ def object_in(store: Store, directory: str, name: str, bytes_max: int = OBJECT_B
 def is_pinned(store: Store, directory: str) -> bool:
     """Return whether a checkpoint is pinned. A note that cannot be read counts as a pin."""
     try:
-        return observe(store, inside(directory, PINNED)).manifest is not None
+        return observe_to_read(store, inside(directory, PINNED)).manifest is not None
     except (CorruptionError, FormatError):
         return True
 

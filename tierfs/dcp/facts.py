@@ -18,12 +18,12 @@ from tierfs.dcp.document import (
     read_place,
 )
 from tierfs.dcp.load.coverage import problem_of
-from tierfs.errors import CorruptionError, FormatError, StoreError
-from tierfs.format.checkpoint import metadata_file
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected
 from tierfs.store import Entry, Store, open_entry, stat
-from tierfs.store.announced_saves import PENDING
+from tierfs.store.announced_saves import PENDING, AnnouncedSaves
 
 METADATA_BYTES_MAX = 1 << 30
 _PICKLE = b"\x80"
@@ -123,7 +123,16 @@ def read_announced_facts(store: Store, path: str) -> Facts:
 def read_metadata(store: Store, path: str) -> tuple[Entry, bytes]:
     """Read the file of a checkpoint's metadata, of any name. Raises as `read_facts` does."""
     where = store.where(path)
-    entry = stat(store, path)
+    try:
+        entry = stat(store, path)
+    except NotFoundError:
+        # A save of several hosts is announced. If other hosts hold the files that it waits for, it can be read.
+        directory, _, name = path.rpartition("/")
+        has_peers = store.tiers is not None and store.tiers.peers is not None
+        found = AnnouncedSaves(store).readable(directory) if has_peers and name == ROOT else None
+        if found is None:
+            raise
+        entry = Entry(path, is_directory=False, manifest=found.manifest)
     if entry.is_directory:
         raise CorruptionError(f"{where} is a directory, not a checkpoint's metadata: move it away", path=path)
     reader = open_entry(store, entry)

@@ -156,7 +156,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
                 f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs checkpoint ls {shlex.quote(str(self.checkpoint_id))}`",
                 path=path,
             ) from error
-        for save in waiting:
+        for save in (each for each in waiting if found.note is None or each.mark.save_id != found.note.save_id):
             _logger.warning("%s: a later save is incomplete and is not loaded: %s", self.checkpoint_id, save)
         self._rank = rank
         self._note = note = found.note

@@ -159,6 +159,8 @@ class FlushEngine:
             case "report_damage":
                 key = str(arguments["key"])
                 return lambda: flusher.report_damage(key)
+            case "peers":
+                return lambda: {} if flusher.peering is None else flusher.peering.hosts()
             case "discard":
                 path = str(arguments["path"])
                 return lambda: {"discarded": flusher.discard(path)}

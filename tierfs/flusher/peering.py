@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierfs.clock import Pace, boot_id
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 RENEWALS = 4
 """Renewals of the record in the time for which it counts."""
 PAUSE_S = 0.5
+LIST_S = 5.0
+"""How long a process of this host waits for the list of hosts."""
 SWEEP_S = 1.0
 COMPARE_S = 5.0
 """How often a host is asked what it holds, while nothing is sent to it."""
@@ -72,7 +75,14 @@ class Peering:
         self.members = Members(self._identity, settings, state.clock)
         self._pace = Pace(state.clock, settings.bandwidth)
         self._server = PeerServer(
-            self._identity, settings, store, self.room, self.members, adopt=self._note_lost, greet=self._ask_again
+            self._identity,
+            settings,
+            store,
+            self.room,
+            self.members,
+            sources=partial(state.sources, slots={}),
+            adopt=self._note_lost,
+            greet=self._ask_again,
         )
         self._again = threading.Event()  # set when the thread below has something to do
         self._wants_list = False  # whether the list of hosts has to be read at once
@@ -110,6 +120,11 @@ class Peering:
             # Nobody depends on this host, so the others need not wait until its record runs out.
             with contextlib.suppress(TierfsError):
                 self._state.access.call(lambda publisher: self.members.leave(publisher.store().objects))
+
+    def hosts(self) -> dict[str, Any]:
+        """Wait until a process of this host can find the hosts in the file of them, and return their number."""
+        self.members.is_listed.wait(LIST_S)
+        return {"live": len(self.members.live())}
 
     def is_busy(self) -> bool:
         """Return whether this host holds drafts for others, or has to tell a host that drafts are published."""

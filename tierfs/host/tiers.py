@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
@@ -27,7 +27,24 @@ from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 
+if TYPE_CHECKING:
+    from tierfs.format.manifest import Row
+    from tierfs.format.ranges import Part
+    from tierfs.host.pending.record import Draft
+
 ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft
+
+
+class HeldElsewhere(Protocol):
+    """The changes that other hosts hold: see `tierfs.peers.reads.PeerReader`."""
+
+    def drafts(self, path: str) -> Sequence[Draft]: ...
+
+    def paths_below(self, path: str) -> Sequence[str]: ...
+
+    def read(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None: ...
+
+    def close(self) -> None: ...
 
 
 class Tiers:
@@ -42,13 +59,13 @@ class Tiers:
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether to keep chunks read from the object tier. Off if that is a directory of this host.
         shares_reads: See `ChunkCache`.
-        has_peers: Whether other hosts hold this host's changes.
         passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next tier
             down and a directory of this host.
         clock: Source of time.
         problems: Why this host cannot provide a requested tier, by the tier's name.
 
     Attributes:
+        peers: What other hosts hold; None if that is off.
         away_until_s: Time on ``clock`` until which the object tier is not asked, because it did not answer.
     """
 
@@ -65,7 +82,6 @@ class Tiers:
         shares_reads: bool = False,
         passes_by: bool,
         clock: Clock,
-        has_peers: bool = False,
         problems: Mapping[str, str] | None = None,
     ) -> None:
         self.problems = dict(problems or {})
@@ -74,7 +90,7 @@ class Tiers:
         self.flusher = flusher
         self.has_nvme = has_nvme
         self.passes_by = passes_by
-        self._has_peers = has_peers
+        self.peers: HeldElsewhere | None = None
         self.counters = counters = Counters()
         self.away_until_s = 0.0
         self._clock = clock
@@ -147,7 +163,7 @@ class Tiers:
             StoreError, CorruptionError: As `PendingDrafts.level`.
         """
         level = self.drafts.level(path)
-        if self._has_peers and Level.NONE < level < Level.PEER and self.flusher.is_running():
+        if self.peers is not None and Level.NONE < level < Level.PEER and self.flusher.is_running():
             with contextlib.suppress(
                 TimeoutError, ConflictError
             ):  # it is not held elsewhere yet, or kept as a conflict
@@ -201,6 +217,8 @@ class Tiers:
     def close(self) -> None:
         """Release everything. Pending changes stay for the next flusher."""
         self._ended.set()
+        if self.peers is not None:
+            self.peers.close()
         self.flusher.close()
         self.ram.close()
         self.writer.close()

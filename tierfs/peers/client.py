@@ -15,7 +15,7 @@ from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreErro
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
 from tierfs.peers.room import elsewhere
-from tierfs.peers.wire import IDLE_S, NAMES_MAX, VERSION, Connection, dial
+from tierfs.peers.wire import IDLE_S, NAMES_MAX, VERSION, Connection, Take, dial
 
 if TYPE_CHECKING:
     import ssl
@@ -74,9 +74,25 @@ class PeerClient:
         self, do: str, body: memoryview | None = None, *, timeout_s: float = IDLE_S, **arguments: Any
     ) -> dict[str, Any]:
         """Send a request and return its answer. Raises as `Connection.ask`, and `OSError` if there is no connection."""
-        with self._connection() as connection:
+        with self._connection(DIAL_S) as connection:
             connection.set_timeout(timeout_s)
             return connection.ask({"do": do, **arguments}, body)
+
+    def fetch(self, do: str, take: Take, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Send a request, and let ``take`` read the body of its answer.
+
+        Args:
+            do: The request.
+            take: See there. After an error of it the connection is closed.
+            timeout_s: Limit for connecting, and for the request as a whole.
+            **arguments: Of the request.
+
+        Raises:
+            Exception: As `ask`, or as ``take``.
+        """
+        with self._connection(min(timeout_s, GONE_S)) as connection:
+            connection.set_timeout(timeout_s, whole=True)
+            return connection.ask({"do": do, **arguments}, take=take)
 
     def held(self) -> list[bytes]:
         """Return the write ids of the drafts of this host that the other one holds."""
@@ -152,7 +168,7 @@ class PeerClient:
             self.sent_bytes += len(out)
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[Connection]:
+    def _connection(self, timeout_s: float) -> Iterator[Connection]:
         """Lend a connection. It is closed if an error may have left half of a frame on it."""
         connection, used_s = None, 0.0
         with self._lock:
@@ -162,7 +178,7 @@ class PeerClient:
             connection.close()  # the other host has closed it, or soon will
             connection = None
         if connection is None:
-            connection = self._dial()
+            connection = self._dial(timeout_s)
         self._open.add(connection)
         try:
             yield connection
@@ -180,11 +196,12 @@ class PeerClient:
         with self._lock:
             self._idle.append((connection, time.monotonic()))
 
-    def _dial(self) -> Connection:
-        connection = dial(self.record.address, self.record.port, self._context, DIAL_S)
+    def _dial(self, timeout_s: float) -> Connection:
+        connection = dial(self.record.address, self.record.port, self._context, timeout_s)
         try:
             if connection.certificate != self.record.certificate:
                 raise ConnectionError(f"{self.record.address}:{self.record.port} is another host")
+            connection.set_timeout(timeout_s)
             connection.ask({"do": "hello", "store": self._store, "version": VERSION})
         except BaseException:
             connection.close()

@@ -8,9 +8,11 @@ and nobody is gone because the reader could not look.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -18,10 +20,12 @@ from tierfs.clock import Clock
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.peer import PEER_BYTES_MAX, PeerRecord
+from tierfs.host.filesystems import disk_errors
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import OVERWRITE, ObjectTier, Version, objects_below
 from tierfs.peers.settings import Identity, PeerSettings
 
+MEMBERS_FILE = "peers.members"
 REST_S_MIN, REST_S_MAX = 1.0, 30.0
 """How long a host that failed or was full is not asked again: twice as long after each failure in a row."""
 
@@ -39,9 +43,12 @@ class Members:
     """The hosts that share a store. Thread-safe.
 
     Args:
-        identity: This host.
+        identity: This host. Its processes find the hosts in `MEMBERS_FILE` in its directory.
         settings: Its settings.
         clock: Measures how long a record has not changed.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: The directory cannot be used.
     """
 
     def __init__(self, identity: Identity, settings: PeerSettings, clock: Clock) -> None:
@@ -54,6 +61,12 @@ class Members:
         self._resting: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._sequence = clock.now_ns()
         self._listed_s: float | None = None  # when `refresh` last succeeded
+        self._file = identity.directory / MEMBERS_FILE
+        self._written: dict[str, str] | None = None  # the file's content
+        self.is_listed = threading.Event()
+        """Set once the file of the hosts is there, for the processes of this host."""
+        with disk_errors(self._file):
+            self._file.unlink(missing_ok=True)  # an earlier flusher's
 
     def __repr__(self) -> str:
         return f"Members({self.me}, {len(self._members)} others)"
@@ -103,9 +116,22 @@ class Members:
                     found[name] = _Member(other, info.version, now)
         with self._lock:
             self._members, self._listed_s = found, now
+        self._write({**self.live(), self.me: record})
+        self.is_listed.set()
+
+    def _write(self, hosts: Mapping[str, PeerRecord]) -> None:
+        """Write the file of the hosts if it has changed, whatever their renewals."""
+        content = {name: replace(record, sequence=0).encode().hex() for name, record in hosts.items()}
+        if content != self._written:
+            with disk_errors(self._file):
+                temporary = self._file.with_suffix(".new")
+                temporary.write_text(json.dumps(content), encoding="ascii")
+                temporary.replace(self._file)
+            self._written = content
 
     def leave(self, objects: ObjectTier) -> None:
         """Remove this host's record. Call it only if no other host's changes are held here."""
+        self._file.unlink(missing_ok=True)
         objects.delete([peer_key(self.me)])
 
     def live(self) -> dict[str, PeerRecord]:

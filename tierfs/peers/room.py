@@ -53,6 +53,10 @@ class HeldDraft:
     seq: int
     is_conflict: bool
 
+    def is_whole(self) -> bool:
+        """Return whether the tier has all chunks of the draft that the object tier is not known to have."""
+        return all(map(self.tier.has, {*self.draft.names} - {*elsewhere(self.draft)}))
+
 
 class PeerRoom:
     """The drafts of other hosts. Thread-safe.
@@ -79,6 +83,8 @@ class PeerRoom:
         ]
         self._lock = threading.Lock()  # held while drafts come and go
         self._held: dict[bytes, HeldDraft] = {}
+        self.changes = clock.now_ns()
+        """Changes with the drafts that are held, and is another number after a restart."""
         for tier in self.tiers:
             for stored in tier.drafts():
                 owner, data = stored.data[:_OWNER_BYTES].hex(), stored.data[_OWNER_BYTES:]
@@ -133,9 +139,12 @@ class PeerRoom:
             return {each.owner for each in self._held.values()}
 
     def write_ids(self, owner: str) -> list[bytes]:
-        """Return the write ids of a host's drafts that are held, or were published here."""
+        """Return the write ids of a host's drafts that are held, or were published here.
+
+        A draft is left out if a copy of one of its chunks was damaged, so that its owner sends it again.
+        """
         with self._lock:
-            held = [each.draft.write_id for each in self._held.values() if each.owner == owner]
+            held = [each.draft.write_id for each in self._held.values() if each.owner == owner and each.is_whole()]
             return [*held, *(write_id for write_id, host in self._published.items() if host == owner)]
 
     def choose(self, size: int) -> int | None:
@@ -196,6 +205,7 @@ class PeerRoom:
             except ChunksGoneError as error:
                 return list(error.names)
             self._held[draft.write_id] = HeldDraft(owner, draft, tier, seqs[0], is_conflict=False)
+            self.changes += 1
         return []
 
     def finish(self, write_ids: Sequence[bytes]) -> None:
@@ -231,6 +241,7 @@ class PeerRoom:
                 tier.forget_drafts(*[each.seq for each in gone if each.tier is tier])
             for each in gone:
                 del self._held[each.draft.write_id]
+            self.changes += 1
 
     def keep_as_conflict(self, write_id: bytes, note: str) -> None:
         """Mark a draft as a conflict: this host could not publish it, because another writer had changed the path."""
@@ -239,6 +250,7 @@ class PeerRoom:
             if held is not None:
                 held.tier.keep_as_conflict(held.seq, note)
                 self._held[write_id] = replace(held, is_conflict=True)
+                self.changes += 1
 
 
 def elsewhere(draft: Draft) -> list[bytes]:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tierfs.buffers import buffers
-from tierfs.digest import CHUNK_BYTES, DigestKind
-from tierfs.errors import FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.format.envelope import Envelope, block_count
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
 from tierfs.format.peer import peer_id
+from tierfs.host.cache.reader import check_block, envelope_of
+from tierfs.host.pending.record import local_name
 from tierfs.peers.members import Members
 from tierfs.peers.room import PeerRoom
 from tierfs.peers.settings import Identity, PeerSettings
 from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
 
+if TYPE_CHECKING:
+    from tierfs.host.cache.sources import ChunkSources
+
 CONNECTIONS_MAX = 256
 HANDSHAKE_S = 5.0
 DRAFT_BYTES_MAX = 64 << 20
+PAGE_BYTES = 8 << 20
 TICK_S = 0.5
 _logger = logging.getLogger("tierfs.peers")
 
@@ -36,6 +46,7 @@ class PeerServer:
         store: The store's uuid.
         room: Keeps what other hosts send.
         members: The hosts that may connect.
+        sources: Returns this host's copies of the chunks with this kind of digest.
         adopt: Called with write ids that their owner has lost. Does not block.
         greet: Called when a host without a known certificate connects, so that the list of hosts is read again.
 
@@ -51,6 +62,7 @@ class PeerServer:
         room: PeerRoom,
         members: Members,
         *,
+        sources: Callable[[DigestKind], ChunkSources],
         adopt: Callable[[list[bytes]], None],
         greet: Callable[[], None],
     ) -> None:
@@ -58,6 +70,7 @@ class PeerServer:
         self._store = store
         self._room = room
         self._members = members
+        self._sources = sources
         self._adopt = adopt
         self._greet = greet
         self._trusted: list[bytes] | None = None
@@ -112,7 +125,7 @@ class PeerServer:
 
     def _trust(self) -> ssl.SSLContext:
         with self._lock:
-            trusted = self._members.certificates()
+            trusted = [self._identity.certificate, *self._members.certificates()]  # processes of this host ask, too
             if self._context is None or trusted != self._trusted:
                 self._context, self._trusted = self._identity.context(trusted, server=True), trusted
             return self._context
@@ -134,7 +147,7 @@ class PeerServer:
             self._connections.add(connection)
         try:
             self._answer_all(connection, peer_id(connection.certificate))
-        except (OSError, FormatError) as error:
+        except (OSError, TierfsError) as error:
             _logger.info("the connection of a peer ended: %s", error)
         finally:
             with self._lock:
@@ -148,15 +161,52 @@ class PeerServer:
             if not is_greeted and message.get("do") != "hello":
                 raise FormatError("a peer did not greet")
             left = [length]
+            outcome: dict[str, Any] | Exception
+            pieces: Iterable[memoryview] = ()
+            size = 0
             try:
-                outcome: dict[str, Any] | Exception = self._do(connection, host, message, left)
+                if message["do"] in {"drafts", "read"}:
+                    outcome, pieces, size = (self._drafts if message["do"] == "drafts" else self._read)(message)
+                else:
+                    outcome = self._do(connection, host, message, left)
                 is_greeted = True
             except TierfsError as error:
                 outcome = error
             except (KeyError, TypeError, ValueError) as error:
                 outcome = InvalidInputError(f"a peer asked {message.get('do')!r} with bad arguments: {error!r}")
             _skip(connection, left[0])
-            connection.answer(outcome)
+            connection.answer(outcome, pieces, size)
+
+    def _drafts(self, message: dict[str, Any]) -> tuple[dict[str, Any], Iterable[memoryview], int]:
+        """Answer with the drafts that are held here for any host, unless the asker has seen them."""
+        changes, page, size = self._room.changes, list[memoryview](), 0
+        if message["seen"] == changes:
+            return {"changes": changes, "lengths": [], "next": None}, (), 0
+        held = [each for each in self._room.held() if not each.is_conflict]
+        at = int(message["after"])
+        while at < len(held) and len(page) < NAMES_MAX and (not page or size < PAGE_BYTES):
+            if held[at].is_whole():
+                page.append(memoryview(held[at].draft.encode()))
+                size += len(page[-1])
+            at += 1
+        more = at if at < len(held) else None
+        return {"changes": changes, "lengths": [len(each) for each in page], "next": more}, page, size
+
+    def _read(self, message: dict[str, Any]) -> tuple[dict[str, Any], Iterable[memoryview], int]:
+        """Answer with verified blocks of a chunk, and the digests of all of its blocks."""
+        name, length, wanted = bytes.fromhex(message["name"]), int(message["length"]), message["blocks"]
+        kind = DigestKind(name[0])
+        count = block_count(length) if 0 < length <= CHUNK_BYTES else 0
+        if len(name) != 1 + kind.size or not wanted or not {*wanted} <= {*range(count)} or len(wanted) > count:
+            raise InvalidInputError("a chunk has a wrong name or length, or lacks a block that a peer asked for")
+        found = _verified(self._sources(kind), kind, Row(ChunkName(name[1:]), length, 0), wanted)
+        first = next(found, None)
+        if first is None:
+            return {"digests": None}, (), 0
+        envelope, block = first
+        size = sum(min(BLOCK_BYTES, length - index * BLOCK_BYTES) for index in wanted)
+        pieces = itertools.chain([block], (piece for _, piece in found))
+        return {"digests": [each.digest.hex() for each in envelope.blocks]}, pieces, size
 
     def _do(self, connection: Connection, host: str, message: dict[str, Any], left: list[int]) -> dict[str, Any]:
         """Run one request. ``left`` has the number of bytes of the body that are not read yet."""
@@ -221,3 +271,37 @@ def _skip(connection: Connection, count: int) -> None:
         while count:
             connection.read_into(out[: min(count, len(out))])
             count -= min(count, len(out))
+
+
+def _verified(
+    sources: ChunkSources, kind: DigestKind, row: Row, wanted: Sequence[int]
+) -> Iterator[tuple[Envelope, memoryview]]:
+    """Yield verified blocks of a chunk in this order, all from the same copy, which is quarantined if it is damaged.
+
+    Nothing is yielded if no copy has a sound first block. Each block is valid until the next one.
+
+    Raises:
+        CorruptionError: A block after the first one is damaged.
+    """
+    name, length = local_name(kind, row.name.digest), row.raw_length
+    with buffers().lend(min(BLOCK_BYTES, length)) as memory:
+        for copy, tier in sources.copies(row):
+            number = 0
+            try:
+                for number, index in enumerate(wanted):
+                    start = index * BLOCK_BYTES
+                    block = memory[: min(BLOCK_BYTES, length - start)]
+                    meta = copy(start, block)
+                    if not meta and not number:
+                        break  # there is no copy
+                    envelope = envelope_of(name, length, meta or b"", "peer")
+                    check_block(envelope, index, block, "peer")
+                    yield envelope, block
+                else:
+                    return
+            except (CorruptionError, FormatError) as error:
+                _logger.error("a local copy is damaged and not used: %s", error)  # noqa: TRY400 - a trace adds nothing
+                if tier is not None:
+                    tier.quarantine(name)
+                if number:
+                    raise

@@ -85,6 +85,7 @@ class Identity:
     """
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._path = directory / IDENTITY_FILE
         try:
             pem = self._path.read_text(encoding="ascii")

@@ -11,8 +11,9 @@ import json
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import FormatError
@@ -27,6 +28,8 @@ IDLE_S = 60.0
 """Limit for each read and write, so that a half-open connection ends."""
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"TFSP"
+Take: TypeAlias = "Callable[[Connection, dict[str, Any], int], None]"
+"""Reads the body of an answer: called with the connection, the answer, and the bytes of the body."""
 
 
 class Connection:
@@ -38,6 +41,7 @@ class Connection:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
+        self._ends: float | None = None  # of the request, by the monotonic clock
         sock.settimeout(IDLE_S)
 
     @property
@@ -45,29 +49,29 @@ class Connection:
         """The certificate of the other side, DER, whose key it has proved to have."""
         return self._sock.getpeercert(binary_form=True) or b""
 
-    def set_timeout(self, seconds: float) -> None:
-        """Limit each read and write of the next request."""
+    def set_timeout(self, seconds: float, *, whole: bool = False) -> None:
+        """Limit each read and write of the next request, or with ``whole`` all of the request."""
         self._sock.settimeout(seconds)
+        self._ends = time.monotonic() + seconds if whole else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def send(self, message: Mapping[str, Any], body: memoryview | None = None) -> None:
-        """Send one frame.
+    def send(self, message: Mapping[str, Any], pieces: Iterable[memoryview] = (), length: int = 0) -> None:
+        """Send one frame, whose body is ``pieces`` of ``length`` bytes together.
 
         Raises:
             OSError: The other side is gone or slow.
         """
         head = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
-        length = 0 if body is None else len(body)
         assert len(head) <= HEADER_BYTES_MAX, f"a header of {len(head)} bytes"
         assert length <= BODY_BYTES_MAX, f"a body of {length} bytes"
         self._sock.sendall(_PREFIX.pack(_MAGIC, len(head), length) + head)
-        if body is not None:
-            for at in range(0, length, BLOCK_BYTES):
-                self._sock.sendall(body[at : at + BLOCK_BYTES])
+        for piece in pieces:
+            for at in range(0, len(piece), BLOCK_BYTES):
+                self._sock.sendall(piece[at : at + BLOCK_BYTES])
 
     def receive(self) -> tuple[dict[str, Any], int] | None:
         """Wait for a frame. Return its message and the bytes of its body, or None at the end of the connection.
@@ -95,37 +99,45 @@ class Connection:
             self._fill(piece)
             use(piece)
 
-    def ask(self, message: Mapping[str, Any], body: memoryview | None = None) -> dict[str, Any]:
-        """Send a request and return its answer, which has no body.
+    def ask(
+        self, message: Mapping[str, Any], body: memoryview | None = None, take: Take | None = None
+    ) -> dict[str, Any]:
+        """Send a request and return its answer. ``take`` reads the answer's body; without it there may be none.
 
         Raises:
             TierfsError: The other side raised it.
             FormatError: The answer is not one.
             OSError: The other side is gone or slow.
         """
-        self.send(message, body)
+        self.send(message, () if body is None else (body,), 0 if body is None else len(body))
         received = self.receive()
         if received is None:
             raise ConnectionResetError("the peer has closed the connection")
         answer, length = received
-        if length:
+        if length and take is None:
             raise FormatError("a peer's answer has a body that was not asked for")
         outcome = answer.get("ok")
-        if isinstance(outcome, dict):
-            return outcome
-        raise error_from(answer.get("error"))
+        if not isinstance(outcome, dict):
+            raise error_from(answer.get("error"))
+        if take is not None:
+            take(self, outcome, length)
+        return outcome
 
-    def answer(self, outcome: Mapping[str, Any] | Exception) -> None:
-        """Send the answer to a request: its result, or its error."""
+    def answer(
+        self, outcome: Mapping[str, Any] | Exception, pieces: Iterable[memoryview] = (), length: int = 0
+    ) -> None:
+        """Send the answer to a request: its result, perhaps with a body, or its error."""
         if isinstance(outcome, Exception):
             self.send({"error": describe_error(outcome)})
         else:
-            self.send({"ok": outcome})
+            self.send({"ok": outcome}, pieces, length)
 
     def _fill(self, out: memoryview, *, may_end: bool = False) -> bool:
         """Fill ``out``. Return false if the connection ended before the first byte, where that is allowed."""
         filled = 0
         while filled < len(out):
+            if self._ends is not None:
+                self._sock.settimeout(max(self._ends - time.monotonic(), 0.001))  # 0 would mean not to block
             count = self._sock.recv_into(out[filled:])
             if not count:
                 if may_end and not filled:

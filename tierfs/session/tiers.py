@@ -125,9 +125,12 @@ def tiers_for(
         shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
         clock=clock,
-        has_peers=settings.peers is not None,
         problems=settings.problems,
     )
+    if settings.peers is not None:
+        from tierfs.peers.reads import PeerReader  # noqa: PLC0415 - loads TLS, which few need
+
+        tiers.peers = PeerReader(directory, target.uuid, tiers.flusher, tiers.counters, clock)
     for tier, problem in settings.problems.items():
         # The text has the disk's free space, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})

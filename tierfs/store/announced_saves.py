@@ -15,7 +15,7 @@ from tierfs.format.checkpoint import SaveMark, named_files
 from tierfs.format.keys import inside
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.store import Store
-from tierfs.store.tree.records import Observed, observe_listed
+from tierfs.store.tree.records import Observed, observe_listed, observe_to_read
 from tierfs.store.tree.walk import live_records
 from tierfs.store.write.staging import bury
 
@@ -106,6 +106,18 @@ class AnnouncedSaves:
             while len(self._named) > DOCUMENTS_MAX:
                 self._named.popitem(last=False)
         return known
+
+    def readable(self, directory: str) -> Observed | None:
+        """Return the newest announced save whose files can all be read here, because hosts hold those not published.
+
+        Raises:
+            StoreError, ReadOnlyError, CorruptionError, FormatError: As `files`, or a file's record cannot be read.
+        """
+        for _, found in self.find(directory):
+            paths = [inside(directory, name) for name in self.files(found)]
+            if all(observe_to_read(self._store, path).manifest is not None for path in paths):
+                return found
+        return None
 
     def waited_for(self, directory: str) -> set[str]:
         """Return the names of the files of all announced saves of a directory. Raises as `files` does."""

@@ -13,6 +13,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import Reader, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import stat_to_read
+from tierfs.store.tree.records import observe_to_read
 from tierfs.units import bounded_timeout
 
 if TYPE_CHECKING:
@@ -70,11 +71,19 @@ def level_of(store: Store, path: str) -> Level:
         NotFoundError: Nothing is at the path, or a directory.
         StoreError, CorruptionError: As `stat`.
     """
-    tiers = _tiers_of(store)
-    level = tiers.level(path) if tiers is not None else Level.OBJECT
+    _tiers_of(store)
+    level = level_seen(store, path)
     if stat_to_read(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: only files have levels", path=path)
     return level
+
+
+def level_seen(store: Store, path: str) -> Level:
+    """Return the level of a file as `level_of` does. The file need not exist. Raises as `Tiers.level` and `observe`."""
+    level = store.tiers.level(path) if store.tiers is not None else Level.OBJECT
+    peers = store.tiers.peers if store.tiers is not None and level is Level.OBJECT else None
+    is_held = peers is not None and peers.drafts(path) and observe_to_read(store, path).draft is not None
+    return Level.PEER if is_held else level
 
 
 def _tiers_of(store: Store) -> Tiers | None:

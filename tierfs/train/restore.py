@@ -34,7 +34,7 @@ WHY = {
 }
 """The reasons not to accept a complete checkpoint, by kind."""
 NONE = -1
-TIERS = ("ram", "nvme", "object")
+TIERS = ("ram", "nvme", "peer", "object")
 """The nearest first."""
 _logger = logging.getLogger("tierfs.train")
 
@@ -47,7 +47,7 @@ class Restored:
         step: The restored training step. Training goes on with the next one.
         kind: ``full``, or ``light`` for a state without optimizer and data loader.
         level: The lowest level that a part of the checkpoint has reached, as this host sees it.
-        tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme`` or ``object``.
+        tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme``, ``peer`` or ``object``.
         passed_over: Newer steps that were not loaded, each with the reason, the newest first.
         notes: The parts that are restored only approximately or not at all, in words; empty for an exact restore.
         not_loaded: The names of saved values that were not loaded: ``only`` leaves them out, or the state has no place

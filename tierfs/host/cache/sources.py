@@ -58,7 +58,7 @@ class ChunkSources:
 
     def read(self, row: Row, start: int, out: memoryview) -> bool:
         """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
-        return any(copy(start, out) for copy in self._copies(row))
+        return any(copy(start, out) is not None for copy, _ in self.copies(row))
 
     def read_whole(self, row: Row, out: memoryview) -> list[bytes] | None:
         """Copy a whole chunk into memory of its length, and verify it.
@@ -69,11 +69,11 @@ class ChunkSources:
         Raises:
             StoreError: The nvme tier cannot be read.
         """
-        for copy in self._copies(row):
+        for copy, _ in self.copies(row):
             digests = []
             for start in range(0, len(out), BLOCK_BYTES):
                 block = out[start : start + BLOCK_BYTES]
-                if not copy(start, block):
+                if copy(start, block) is None:
                     break
                 digests.append(digest.hash_bytes(self._kind, block))  # while the block is in the CPU caches
             else:
@@ -83,19 +83,20 @@ class ChunkSources:
                 _logger.error("a local copy of %s is damaged and not used", keys.chunk_key(row.name))
         return None
 
-    def _copies(self, row: Row) -> Iterator[Callable[[int, memoryview], bool]]:
-        """Yield a function for each copy, nearest tier first. It copies bytes from an offset on, if it has them."""
+    def copies(self, row: Row) -> Iterator[tuple[Callable[[int, memoryview], bytes | None], NvmeTier | None]]:
+        """Yield a function for each copy and its tier of files, nearest first.
+
+        The function copies bytes from an offset on, and returns the copy's metadata if it has them.
+        """
         name, reference = local_name(self._kind, row.name.digest), self._slots.get(row.name.digest)
         given = None if reference is None else slot_at(self._ram, reference)
         if given is not None:
-            yield partial(_read_slot, given)
+            yield partial(_read_slot, given), None
         found = self._ram.find(name)
         if found is not None and (given is None or SlotRef.of(found) != reference):
-            yield partial(_read_slot, found)
-        if self._nvme is not None:
-            yield partial(self._nvme.read_into, name)
-        for tier in self._others:
-            yield partial(tier.read_into, name)
+            yield partial(_read_slot, found), None
+        for tier in (*([] if self._nvme is None else [self._nvme]), *self._others):
+            yield partial(_read_file, tier, name), tier
 
 
 def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:
@@ -105,12 +106,22 @@ def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:
     return slot if slot is not None and slot.serial == reference.serial else None
 
 
-def _read_slot(slot: Slot, start: int, out: memoryview) -> bool:
-    if start + len(out) > slot.length:
-        return False
+def _read_file(tier: NvmeTier, name: bytes, start: int, out: memoryview) -> bytes | None:
     try:
+        return tier.read(name, start, out)
+    except CorruptionError as error:
+        _logger.error("a local copy is damaged and not used: %s", error)  # noqa: TRY400 - a trace adds nothing
+        tier.quarantine(name)
+        return None
+
+
+def _read_slot(slot: Slot, start: int, out: memoryview) -> bytes | None:
+    if start + len(out) > slot.length:
+        return None
+    try:
+        meta = slot.segment.meta(slot)
         slot.segment.read(slot, start, out)
     except (CorruptionError, NotFoundError) as error:
         _logger.warning("a chunk cannot be read from its slab: %s", error)  # the segment was cut short or closed
-        return False
-    return slot.segment.is_still(slot)
+        return None
+    return meta if slot.segment.is_still(slot) else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from tierfs.clock import Clock
-from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
+from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.filesystems import disk_errors, entries_of, filesystem_of, flush_directory, is_durable, make_private
 from tierfs.host.nvme.batch import (
@@ -346,13 +346,6 @@ class NvmeTier:
         """
         page = self._chunks.files.read(name, start, out, now_ns=self._clock.now_ns()) if self.has(name) else None
         return None if page is None else page.meta
-
-    def read_into(self, name: bytes, start: int, out: memoryview) -> bool:
-        """Copy a part of a chunk. Return whether the tier had it; if not, ``out`` is undefined."""
-        try:
-            return self.read(name, start, out) is not None
-        except CorruptionError:
-            return False
 
     def quarantine(self, name: bytes) -> None:
         """Delete a damaged copy. If a draft needs it, log the draft. Writing the chunk again heals the draft."""

@@ -82,9 +82,12 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
         _fetch_stored(store, row, parts, where, depth)
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
-    counters = store.tiers.counters
+    counters, peers = store.tiers.counters, store.tiers.peers
 
     def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
+        held = peers.read(name, row, wanted) if peers is not None else None
+        if held is not None:
+            return held
         digests = _fetch_stored(store, row, wanted, where, depth)
         counters["object_read_bytes"] += sum(len(out) for _, out in wanted)
         return digests

@@ -19,7 +19,7 @@ from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import Entry, stat_to_read
-from tierfs.store.tree.records import observe
+from tierfs.store.tree.records import observe_to_read
 from tierfs.threads import processors, transfers
 
 PIECE_BYTES_MAX = CHUNK_BYTES
@@ -232,7 +232,7 @@ class _ChunkReader(Reader):
         except CorruptionError as error:
             if self._opened is None:
                 raise
-            now = observe(self._store, self._path).manifest
+            now = observe_to_read(self._store, self._path).manifest
             if now is not None and now.write_id == self._opened.write_id:
                 raise
             # Its chunks may have been collected. The file that is there now is another one.

@@ -17,7 +17,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.gc_pause import Uncollected
 from tierfs.objects.protocol import ObjectInfo, Prefix
 from tierfs.store.store import Store
-from tierfs.store.tree.records import observe, observe_marker
+from tierfs.store.tree.records import held_at, observe_marker, observe_to_read
 from tierfs.store.tree.walk import (
     directory_name,
     foreign_objects,
@@ -76,7 +76,7 @@ def stat(store: Store, path: str) -> Entry:
     """
     if not path:
         return Entry("", is_directory=True)
-    manifest = observe(store, path).manifest
+    manifest = observe_to_read(store, path).manifest
     if manifest is not None:
         return Entry(path, is_directory=False, manifest=manifest)
     try:
@@ -130,7 +130,11 @@ def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | 
     ``pending`` is the result of `pending_at`, if the caller has it already.
     """
     known = pending_at(store, path) if pending is None else pending
-    return _has_live(store, path, known) or _has_foreign(store, path)
+    if _has_live(store, path, known) or _has_foreign(store, path):
+        return True
+    peers = store.tiers.peers if store.tiers is not None else None
+    held = [] if peers is None else peers.paths_below(path)
+    return any(observe_to_read(store, name).manifest is not None for name in held if name != path)
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
@@ -167,7 +171,7 @@ def _uncollected(store: Store) -> Uncollected:
 
 
 def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
-    pending = pending_at(store, path)
+    pending = shown_at(store, path)
     files: dict[str, Entry] = {}
     records: list[tuple[str, ObjectInfo]] = []
     foreign: list[str] = []
@@ -254,7 +258,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
 
 
 def _find(store: Store, path: str, *, detail: bool) -> list[Entry]:
-    pending = pending_at(store, path)
+    pending = shown_at(store, path)
     files: dict[str, Entry] = {}
     for info in foreign_objects(store, path):
         files[info.key] = Entry(info.key, is_directory=False, foreign=info)
@@ -297,7 +301,7 @@ def directories_in(store: Store, path: str) -> list[str]:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    names = set(_child_directories(path, pending_at(store, path)))
+    names = set(_child_directories(path, shown_at(store, path)))
     for item in store.objects.list(foreign_prefix(path), delimiter=True):
         name = item.key.rstrip("/").rpartition("/")[2]
         if isinstance(item, Prefix) and name != keys.PRIVATE and is_valid(item.key.rstrip("/")):
@@ -324,6 +328,12 @@ def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
         return {}
     records = {name: pending.draft.record for name, pending in store.tiers.drafts.pending_below(path).items()}
     return {name: record if isinstance(record, Manifest) else None for name, record in records.items()}
+
+
+def shown_at(store: Store, path: str) -> dict[str, Manifest | None]:
+    """Return the result of `pending_at`, and the changes that other hosts hold."""
+    pending = pending_at(store, path)
+    return {**held_at(store, path, pending), **pending}
 
 
 def _child_directories(path: str, pending: Mapping[str, Manifest | None]) -> list[str]:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, Tombstone, decode_record
-from tierfs.host.pending.record import SlotRef
+from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 from tierfs.store.tree.host_records import NOT_THERE
+from tierfs.threads import transfers
 
 RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
@@ -92,6 +94,40 @@ def observe(store: Store, path: str) -> Observed:
         StoreError, ReadOnlyError: The object tier failed.
     """
     return observe_draft(store, path) or _observe(store, path, keys.record_key(path))
+
+
+def observe_to_read(store: Store, path: str) -> Observed:
+    """Return the record of a file as `observe` does, or a newer change that other hosts hold until it is published.
+
+    Such a change counts if it could be published now: it builds on the record, or on another such change.
+    """
+    there = observe(store, path)
+    peers = store.tiers.peers if store.tiers is not None and there.draft is None else None
+    held = [] if peers is None else list(peers.drafts(path))
+    while (draft := next((each for each in held if _follows(each, there)), None)) is not None:
+        held.remove(draft)
+        there = Observed(path, there.key, draft.record, None, draft.write_id)
+    return there
+
+
+def _follows(draft: Draft, there: Observed) -> bool:
+    base = draft.base
+    if base.is_tombstone and there.record is None:
+        return True  # garbage collection has removed the tombstone
+    if base.write_id is not None:
+        return there.record is not None and there.record.write_id == base.write_id
+    return there.draft is None and base.version == there.version
+
+
+def held_at(store: Store, path: str, known: Collection[str]) -> dict[str, Manifest | None]:
+    """Return the changes at and below ``path`` that other hosts hold and this host can read. None stands for a removal.
+
+    Paths in ``known`` are left out.
+    """
+    peers = store.tiers.peers if store.tiers is not None else None
+    names = [] if peers is None else [name for name in peers.paths_below(path) if name not in known]
+    found = transfers().map(partial(observe_to_read, store), names)
+    return {each.path: each.manifest for each in found if each.draft is not None}
 
 
 def observe_draft(store: Store, path: str) -> Observed | None:

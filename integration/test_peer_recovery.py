@@ -1,0 +1,104 @@
+"""Hosts read saves that other hosts hold: one that returns empty, and a job on other hosts. Nothing is published."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography")
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
+
+import torch
+import torch.distributed.checkpoint as dcp
+from support.peer_hosts import LEASE_S, PeerHost, until
+
+import tierfs
+from tierfs.dcp import TierReader
+from tierfs.train import Every, Manager
+
+WAIT_S = 120
+JOB = Path(__file__).with_name("peer_job.py")
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    """A function that makes a host that publishes nothing but small records."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+    url = f"file://{tmp_path}/store"
+    tierfs.init(url, lease_s=LEASE_S)
+    with contextlib.ExitStack() as ends:
+
+        def make(name, **settings):
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", 0))
+                port = sock.getsockname()[1]
+            host = PeerHost(tmp_path, name, url, port, **{"bandwidth": 1, **settings})
+            ends.callback(host.close)
+            return host.start()
+
+        yield make
+
+
+def options(host):
+    return {**host.settings, "state_dir": str(host.state)}
+
+
+def states(seed):
+    torch.manual_seed(seed)
+    return {"weight": torch.randn(700, 700), "step": torch.tensor(seed)}
+
+
+def manager(host, **more):
+    return Manager(f"tierfs::{host.url}/run", save=[Every(steps=1)], ack="peer", **options(host), **more)
+
+
+def test_a_host_that_returns_empty_restores_the_newest_step(hosts):
+    owner, _ = hosts("a"), hosts("b")
+    with manager(owner) as run:
+        for step in (1, 2, 3):
+            run.step(step, states(step))
+        run.wait()
+    owner.lose()
+    # Another directory, because this process still has what the lost one had.
+    again = hosts("a-again", peer_listen=owner.settings["peer_listen"])
+    found = states(0)
+    with manager(again) as run:
+        assert run.latest(level="peer") == 3
+        restored = run.restore(found)
+    assert (restored.step, restored.level, restored.tier) == (3, "peer", "peer")
+    assert restored.passed_over == ()
+    assert all(torch.equal(found[name], value) for name, value in states(3).items())
+
+
+def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
+    """Two ranks on two hosts save together; a third host holds both parts, and a fourth one loads them."""
+    hosts("holder")
+    owners = [hosts(name, peers=1, peer_domain="old") for name in ("a", "b")]
+    for owner in owners:
+        until(lambda owner=owner: owner.status()["peers"]["live"] == 2, WAIT_S)
+    ranks = []
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    for rank, owner in enumerate(owners):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "1"}
+        command = [sys.executable, str(JOB), f"tierfs::{owner.url}/run/step_7", json.dumps(options(owner))]
+        ranks.append(subprocess.Popen(command, env=environment))
+    assert [rank.wait(WAIT_S) for rank in ranks] == [0, 0]
+    for owner in owners:
+        owner.lose()
+    reader = hosts("reader")
+    found = {f"part{rank}": torch.zeros(600, 600) for rank in range(2)}
+    dcp.load(found, storage_reader=TierReader(f"tierfs::{reader.url}/run/step_7", **options(reader)), no_dist=True)
+    for rank in range(2):
+        torch.manual_seed(rank)
+        assert torch.equal(found[f"part{rank}"], torch.randn(600, 600))
+    with manager(reader) as run:
+        assert run.latest(level="peer") == 7

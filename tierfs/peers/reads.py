@@ -1,0 +1,285 @@
+"""Reads what other hosts hold, for the processes of a host: changes that are not published yet, and their chunks.
+
+The process connects to the hosts itself, with its host's identity. It finds them in a file that the flusher keeps. A
+host that fails rests, so that a read waits for it only a short time. Each block is verified against the chunk's name,
+so a holder is not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierfs import digest
+from tierfs.buffers import buffers
+from tierfs.clock import Clock, Pace
+from tierfs.digest import DigestKind
+from tierfs.errors import FormatError, TierfsError
+from tierfs.format.envelope import block_count
+from tierfs.format.keys import is_at_or_below
+from tierfs.format.peer import PeerRecord
+from tierfs.format.ranges import BlockTargets, Part
+from tierfs.host.events import Counters
+from tierfs.host.pending.record import Draft
+from tierfs.host.rpc.client import FlusherClient
+from tierfs.peers.client import PeerClient
+from tierfs.peers.members import MEMBERS_FILE, REST_S_MAX, REST_S_MIN
+from tierfs.peers.settings import Identity
+from tierfs.peers.wire import Connection
+
+if TYPE_CHECKING:
+    from tierfs.format.manifest import Row
+
+LAUNCH_S = 10.0
+"""How long to wait for a flusher that lists the hosts."""
+KNOWN_S = 1.0
+"""How long the drafts of the last look count."""
+LOOK_S = 2.0
+"""How long one host may take to say what it holds."""
+MEET_S = 4.0
+"""How long a host that was never reached may refuse this host, because it has not read its certificate yet."""
+READ_S, READ_RATE = 2.0, 8 << 20
+"""A host may take `READ_S` for a read, and longer if it sends this many bytes per second."""
+LOOKS_MAX = 16
+_logger = logging.getLogger("tierfs.peers")
+
+
+@dataclass(slots=True)
+class _Host:
+    """Another host, or this one: its connections and the drafts that it holds."""
+
+    record: PeerRecord
+    client: PeerClient
+    changes: int | None = None  # of the drafts below
+    drafts: list[Draft] = field(default_factory=list)
+    rests_until: float = 0.0
+    rest_s: float = 0.0
+
+
+class PeerReader:
+    """The drafts and chunks that hosts hold for others. Thread-safe.
+
+    Args:
+        directory: The store's directory on this host.
+        store: The store's uuid.
+        flusher: The client of this host's flusher, which keeps the list of hosts.
+        counters: Receives ``peer_read_bytes``, ``peer_read_failures``, ``peer_bad_copies`` and fallbacks.
+        clock: Measures rests.
+    """
+
+    def __init__(self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock) -> None:
+        self._directory = directory
+        self._store = store
+        self._flusher = flusher
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()  # held while the hosts are asked for their drafts
+        self._me = ""
+        self._identity: Identity | None = None
+        self._hosts: dict[str, _Host] = {}
+        self._listed_at: tuple[int, int] | None = None  # identifies the version of the file that was read
+        self._next_s = float("-inf")
+        self._paths: dict[str, dict[bytes, Draft]] = {}
+        self._holders: dict[bytes, list[str]] = {}  # by the name of a chunk
+        self._bad: set[tuple[str, bytes]] = set()  # copies that had another digest
+
+    def __repr__(self) -> str:
+        return f"PeerReader({self._me!r}, {len(self._hosts)} hosts)"
+
+    def close(self) -> None:
+        for host in self._hosts.values():
+            host.client.hang_up()
+            host.client.close()
+
+    def drafts(self, path: str) -> list[Draft]:
+        """Return the changes of a path that hosts hold and that may not be published yet, in no order."""
+        self._look()
+        return list(self._paths.get(path, {}).values())
+
+    def paths_below(self, path: str) -> list[str]:
+        """Return the paths at or below ``path`` that `drafts` has changes of."""
+        self._look()
+        return [each for each in self._paths if is_at_or_below(each, path)]
+
+    def read(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None:
+        """Copy verified parts of a chunk into memory from a host that holds a draft with it.
+
+        Args:
+            name: The chunk's local name.
+            row: The chunk.
+            parts: The wanted parts, with the memory to fill, which is undefined if no host has them.
+
+        Returns:
+            The digests of the blocks that hold the parts; None if no host has a sound copy.
+        """
+        if not row.stored_length and name not in self._holders:
+            self._look()
+        holders = self._holders.get(name, ())
+        # This host first, then another order for each process, so that they share the load.
+        for host in sorted(holders, key=lambda each: (each != self._me, zlib.crc32(f"{self._me}{each}".encode()))):
+            found = self._read_from(host, name, row.raw_length, parts)
+            if found is not None:
+                return found
+        return None
+
+    def _read_from(self, host: str, name: bytes, length: int, parts: Sequence[Part]) -> Sequence[bytes] | None:
+        known = self._hosts.get(host)
+        if known is None or (host, name) in self._bad or known.rests_until > self._clock.monotonic():
+            return None
+        with ExitStack() as lent:
+            targets = BlockTargets(length, parts, lambda size: lent.enter_context(buffers().lend(size)))
+            size = sum(len(targets.view(index)) for index in targets.blocks)
+            kind, found = DigestKind(name[0]), dict[int, bytes]()
+
+            def take(connection: Connection, answer: dict[str, Any], sent: int) -> None:
+                if sent not in {0, size} or bool(sent) != bool(answer["digests"]):
+                    raise FormatError("a peer's answer has a body of a wrong length")
+                for index in targets.blocks if sent else ():
+                    connection.read_into(targets.view(index))
+                    found[index] = digest.hash_bytes(kind, targets.view(index))
+
+            try:
+                answer = known.client.fetch(
+                    "read",
+                    take,
+                    timeout_s=READ_S + size / READ_RATE,
+                    name=name.hex(),
+                    length=length,
+                    blocks=targets.blocks,
+                )
+                named = [bytes.fromhex(each) for each in answer["digests"] or ()]
+            except (OSError, TierfsError, ValueError, KeyError, TypeError) as error:
+                self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
+                return None
+            known.rest_s = 0.0
+            if not named:
+                return None  # it was dropped since the look, or is damaged there
+            is_named = len(named) == block_count(length) and digest.combine(kind, length, named) == name[1:]
+            if not is_named or any(named[index] != each for index, each in found.items()):
+                self._bad.add((host, name))
+                self._counters["peer_bad_copies"] += 1
+                _logger.error("chunk %s as %s sent it is damaged: it is read elsewhere", name.hex(), known.record.host)
+                return None
+            targets.finish()
+        self._counters["peer_read_bytes"] += sum(len(out) for _, out in parts)
+        return [found[index] for index in sorted(found)]
+
+    def _rest(self, host: _Host, text: str, error: Exception) -> None:
+        """Do not ask a host for a while: twice as long after each failure in a row."""
+        host.rest_s = min(max(REST_S_MIN, 2 * host.rest_s), REST_S_MAX)
+        host.rests_until = self._clock.monotonic() + host.rest_s
+        self._counters.fall_back(
+            "peer_read_failures", text, host.record.host, f"{host.record.address}:{host.record.port}", error
+        )
+
+    # -- the drafts ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Ask the hosts what they hold, unless they were asked a moment ago."""
+        with self._lock:
+            if self._clock.monotonic() < self._next_s:
+                return
+            try:
+                self._list()
+            except (OSError, TierfsError, ValueError, TimeoutError) as error:
+                self._next_s = self._clock.monotonic() + REST_S_MAX
+                self._counters.fall_back("peers_unlisted", "the changes that other hosts hold are not seen: %s", error)
+                return
+            now = self._clock.monotonic()
+            awake = [host for host in self._hosts.values() if host.rests_until <= now]
+            changed = self._ask_all(awake)
+            if any(changed):
+                self._note()
+            self._next_s = self._clock.monotonic() + KNOWN_S
+
+    def _ask_all(self, hosts: Sequence[_Host]) -> Iterable[bool]:
+        if len(hosts) < 2:  # noqa: PLR2004 - one needs no thread
+            return [self._ask(host) for host in hosts]
+        with ThreadPoolExecutor(min(LOOKS_MAX, len(hosts)), thread_name_prefix="tierfs-look") as threads:
+            return list(threads.map(self._ask, hosts))
+
+    def _list(self) -> None:
+        """Read the file of the hosts if it has changed. Let the flusher write it, if none keeps it."""
+        file = self._directory / MEMBERS_FILE
+        if not file.exists() or not self._flusher.is_running():
+            self._flusher.request("peers", timeout_s=LAUNCH_S)
+        status = file.stat()
+        if (status.st_ino, status.st_mtime_ns) == self._listed_at:
+            return
+        if self._identity is None:
+            self._identity = Identity(self._directory)
+            self._me = self._identity.id
+        records = [PeerRecord.decode(bytes.fromhex(data), str(file)) for data in json.loads(file.read_bytes()).values()]
+        found: dict[str, _Host] = {}
+        for record in records:
+            known = self._hosts.get(record.id)
+            if known is not None and known.record == record:
+                found[record.id] = known
+                continue
+            context = self._identity.context([record.certificate], server=False)
+            found[record.id] = _Host(record, PeerClient(record, context, self._store, Pace(self._clock, 0)))
+        gone = [host for name, host in self._hosts.items() if found.get(name) is not host]
+        self._hosts, self._listed_at = found, (status.st_ino, status.st_mtime_ns)
+        for host in gone:
+            host.client.close()
+        if gone:
+            self._note()
+
+    def _ask(self, host: _Host) -> bool:
+        """Fetch the drafts of a host. Return whether they have changed."""
+        ends = self._clock.monotonic() + (MEET_S if host.changes is None else 0.0)
+        while True:
+            try:
+                return self._fetch_drafts(host)
+            except (OSError, TierfsError, ValueError, KeyError, TypeError) as error:  # noqa: PERF203 - it sleeps
+                is_gone = isinstance(error, (ConnectionRefusedError, TimeoutError))
+                if is_gone or self._clock.monotonic() > ends:
+                    self._rest(host, "changes that only %s at %s holds are not seen: %s", error)
+                    return False
+                self._clock.sleep(REST_S_MIN / 4)
+
+    def _fetch_drafts(self, host: _Host) -> bool:
+        drafts, at, seen, first = list[Draft](), 0, host.changes, None
+        while True:
+            data: list[memoryview] = []
+
+            def take(connection: Connection, answer: dict[str, Any], sent: int, data: list[memoryview] = data) -> None:
+                lengths = answer["lengths"]
+                if sum(lengths) != sent or any(length < 1 for length in lengths):
+                    raise FormatError("a peer's answer has a body of a wrong length")
+                for length in lengths:
+                    data.append(memoryview(bytearray(length)))
+                    connection.read_into(data[-1])
+
+            answer = host.client.fetch("drafts", take, timeout_s=LOOK_S, seen=seen, after=at)
+            host.rest_s = 0.0
+            changes = int(answer["changes"])
+            if changes == seen:
+                return False
+            first = changes if first is None else first
+            where = f"a draft that {host.record.host} holds"
+            drafts += [Draft.decode(each, where) for each in data]
+            if answer["next"] is None:
+                # If they changed between two pages, some may be missing: look again next time.
+                host.changes, host.drafts = changes if changes == first else None, drafts
+                return True
+            at, seen = int(answer["next"]), None
+
+    def _note(self) -> None:
+        """Index the drafts of all hosts by path and by chunk."""
+        paths: dict[str, dict[bytes, Draft]] = {}
+        holders: dict[bytes, list[str]] = {}
+        for name, host in self._hosts.items():
+            for draft in host.drafts:
+                paths.setdefault(draft.path, {})[draft.write_id] = draft
+                for chunk in {*draft.names}:
+                    holders.setdefault(chunk, []).append(name)
+        self._paths, self._holders = paths, holders
