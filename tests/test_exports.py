@@ -35,6 +35,7 @@ PUBLIC = {
         "Latest",
         "Manager",
         "Preemption",
+        "Replay",
         "Restored",
         "ResumeReport",
         "SaveHandle",

@@ -32,6 +32,7 @@ class PendingScan:
         self._walk_at_s = float("-inf")
         # Unreadable drafts by write id: the path, and the seq in the nvme tier or the slot.
         self._lost: dict[bytes, tuple[str, int | Slot]] = {}
+        self._held: dict[bytes, Draft] = {}  # drafts that stay where they are, by write id
 
     @property
     def unreadable(self) -> int:
@@ -102,7 +103,7 @@ class PendingScan:
         state, segment = self._state, slot.segment
         with state.changed:
             known = state.entries.get(slot.name)
-            if known is not None and known.slot is not None:
+            if (known is not None and known.slot is not None) or slot.name in self._held:
                 return
         where = segment.meta(slot).decode(errors="replace")
         data = segment.read_all(slot)
@@ -114,6 +115,9 @@ class PendingScan:
             if slot.name not in self._lost:
                 self._lost[slot.name] = where, slot
                 _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
+            return
+        if draft.is_held:
+            self._held[draft.write_id] = draft
             return
         with state.changed:
             known = state.entries.get(draft.write_id)
@@ -196,15 +200,18 @@ class PendingScan:
         # The owner may have sealed a draft right before it died. Look for it first.
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
+        with self._looking:
+            there = {slot.name for slot in state.ram.drafts()}
+            self._held = {write_id: draft for write_id, draft in self._held.items() if write_id in there}
         with state.changed:
             if self._lost or is_blind or state.ram.is_blind():
                 # An unreadable draft may need any of these chunks.
                 return {chunk.index for chunk in chunks}
+            drafts = [*self._held.values(), *(entry.draft for entry in state.entries if entry.slot is not None)]
             named = {
                 reference
-                for entry in state.entries
-                if entry.slot is not None
-                for reference in entry.draft.slots
+                for draft in drafts
+                for reference in draft.slots
                 if reference is not None and reference.segment == segment.id
             }
             return {

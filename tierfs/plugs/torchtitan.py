@@ -118,7 +118,7 @@ class _States(DictState):
         self._own = f"{OWN}{self._rank}"
 
     def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
-        return ((name, value) for name, value in self._entries.items() if kind == "full" or name == MODEL)
+        return ((name, value) for name, value in self.entries.items() if kind == "full" or name == MODEL)
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         values, facts = super().to_save(step, kind)

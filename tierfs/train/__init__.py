@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, Preemption, SavePolicy, YoungDaly
     from tierfs.train.proof import ResumeReport
+    from tierfs.train.replay.policy import Replay
     from tierfs.train.restore import Restored
     from tierfs.train.signals import outlive_signals
     from tierfs.train.state import TrainState
@@ -25,6 +26,7 @@ __all__ = [
     "Latest",
     "Manager",
     "Preemption",
+    "Replay",
     "Restored",
     "ResumeReport",
     "SaveHandle",
@@ -46,6 +48,7 @@ _HOMES = {
     "Latest": _RETENTION,
     "Manager": "tierfs.train.manager",
     "Preemption": "tierfs.train.policies",
+    "Replay": "tierfs.train.replay.policy",
     "Restored": "tierfs.train.restore",
     "ResumeReport": "tierfs.train.proof",
     "SaveHandle": "tierfs.train.handle",

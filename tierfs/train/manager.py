@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,9 @@ from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
 from tierfs.train.handle import FailedSave, Health, SaveHandle, SaveOrder
 from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import History, Prover, ResumeReport, history_in
+from tierfs.train.replay.again import CHAIN, StepsAgain
+from tierfs.train.replay.policy import Replay
+from tierfs.train.replay.recorder import Recorder
 from tierfs.train.restore import ACCEPTED, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
@@ -127,6 +131,8 @@ class Manager:
             reads_back=verify_after_save,
             files=files,
         )
+        replay = next((each for each in full_policies if isinstance(each, Replay)), None)
+        self._log = Recorder(replay, self._run, self._world) if replay is not None else None
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._saves)
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
@@ -187,6 +193,8 @@ class Manager:
                 _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:
             self._history.add(step, taken)
+        if self._log is not None:
+            self._log.made_step(step, as_state(state), taken)
         with self._decider.at_step(step) as agreed:
             return self._act(agreed)
 
@@ -296,7 +304,12 @@ class Manager:
         handle = SaveHandle(self._run, step, kind)
         order = SaveOrder(handle, self._course.run, numbers, self._history.recorded(), overwrite)
         try:
-            values, said = parts.to_save(step, kind)
+            if self._log is not None and kind == "full":
+                self._log.before_save(step, parts)
+            with self._log.paused() if self._log is not None else nullcontext():
+                values, said = parts.to_save(step, kind)
+            if self._log is not None and kind == "full":
+                said[CHAIN] = self._log.next_chain
             costs = self._decider.timer.blocked_s, self._saves.save_s
             about = About(step, kind, self._world.size, self._course.run, *costs, said)
             staged: Any = self._writer.stage(about.added_to(values))
@@ -309,6 +322,8 @@ class Manager:
             raise order.problem
         if kind == "full":
             self._history.saved(step)
+            if self._log is not None:
+                self._log.saved(step, parts, handle)
         handle.blocked_s = time.perf_counter() - begun
         self._decider.made_save(step, handle.blocked_s)
         return handle
@@ -376,7 +391,8 @@ class Manager:
             raise InvalidInputError(f"kind must be 'full' or 'any', not {kind!r}")
         self.wait(self._timeout_s)
         only = (only,) if isinstance(only, str) else only
-        found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
+        with self._log.paused() if self._log is not None else nullcontext():
+            found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
         self._saves.save_s = 0.0
         if not only:
@@ -386,7 +402,19 @@ class Manager:
             if not only:
                 self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
                 self._history.resume(found.step, history_in(self._run.record_of(found.step), self._world.rank))
+        if self._log is not None and found is not None and not only:
+            found = self._make_again(found, state, is_newest=step is None)
         self._restored = found if not only else None
+        return found
+
+    def _make_again(self, found: Restored, state: Any, *, is_newest: bool) -> Restored:
+        """Make the logged steps after a restored checkpoint again, unless the user chose its step."""
+        assert self._log is not None
+        load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
+        again = StepsAgain(self._log, self._run, self._world)
+        found = again.after(found, state, load, is_newest=is_newest)
+        for step, metrics in again.metrics:
+            self._history.add(step, metrics)
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -491,5 +519,7 @@ class Manager:
         self._is_closed = True
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not finish within %g s", self._run.url, self._timeout_s)
+        if self._log is not None:
+            self._log.close()
         self._decider.close()
         self._world.close()

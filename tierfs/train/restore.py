@@ -53,6 +53,8 @@ class Restored:
         not_loaded: The names of saved values that were not loaded: ``only`` leaves them out, or the state has no place
             for them. A value of the state that was not saved is an error.
         about: The checkpoint's own description; ``None`` if no manager saved it.
+        replayed: The number of files of logged steps that were made again after the checkpoint: see `Replay`.
+        stopped: Why no more logged steps were made again; empty if there were no more.
     """
 
     step: int
@@ -63,6 +65,8 @@ class Restored:
     notes: tuple[str, ...] = ()
     not_loaded: tuple[str, ...] = ()
     about: About | None = field(default=None, repr=False)
+    replayed: int = 0
+    stopped: str = ""
 
     @property
     def is_exact(self) -> bool:

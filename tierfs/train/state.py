@@ -114,7 +114,7 @@ class TrainState:
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self.optimizer is MISSING else _listed(self.optimizer)
+        return [] if self.optimizer is MISSING else items_of(self.optimizer)
 
     def check(self) -> None:
         """Check that the state is complete. Every save does this first.
@@ -126,7 +126,7 @@ class TrainState:
             part = getattr(self, name)
             if part is MISSING:
                 raise InvalidInputError(f"TrainState has no {name}: pass it, or {name}=None to leave it out")
-            for each in _listed(part):
+            for each in items_of(part):
                 if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                     hint = ": use torchdata's StatefulDataLoader" if name == "dataloader" else ""
                     raise InvalidInputError(
@@ -161,12 +161,12 @@ class TrainState:
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if kind == "full" and self._optimizers:
             values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
-        values["scheduler"] = [pack(each.state_dict()) for each in _listed(self.scheduler)]
+        values["scheduler"] = [pack(each.state_dict()) for each in items_of(self.scheduler)]
         own = {}
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
-            own["loader"] = pack(positions(_listed(self.dataloader)))
+            own["loader"] = pack(positions(items_of(self.dataloader)))
         own["rng"] = pack(generators())  # last: a loader may make its iterator for its state, and draw a number for it
         values[f"rank_{_rank()}"] = own
         check_values(values)
@@ -178,7 +178,7 @@ class TrainState:
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if kind == "full" and self._optimizers and wanted.has(FULL_ONLY):
             values["optimizer"] = _joined(self._optimizer_to_load(each, wanted) for each in self._optimizers)
-        values["scheduler"] = ["" for _ in _listed(self.scheduler)]
+        values["scheduler"] = ["" for _ in items_of(self.scheduler)]
         own = {"rng": ""}
         if kind == "full":
             values["scaler"] = ""
@@ -202,7 +202,7 @@ class TrainState:
         set_model_state_dict(self.model, values["model"])
         if "optimizer" in values:
             self._set_optimizers(values["optimizer"])
-        for scheduler, text in zip(_listed(self.scheduler), values["scheduler"], strict=True):
+        for scheduler, text in zip(items_of(self.scheduler), values["scheduler"], strict=True):
             if text:
                 scheduler.load_state_dict(unpack(text, "scheduler"))
         if self.scaler is not None and values.get("scaler"):
@@ -234,7 +234,7 @@ class TrainState:
             return notes
         notes = []
         if own.get("loader"):
-            notes += set_positions(_listed(self.dataloader), unpack(own["loader"], "loader"), self.epoch)
+            notes += set_positions(items_of(self.dataloader), unpack(own["loader"], "loader"), self.epoch)
         if own["rng"]:
             # Last, because the steps before may have drawn random numbers.
             notes += set_generators(unpack(own["rng"], "rng"))
@@ -281,13 +281,13 @@ class DictState:
     step = learning_rates = None  # a dict does not tell them
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = entries
+        self.entries = entries
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         values = {name: _state_of(value) for name, value in self._of_kind(kind)}
         check_values(values)
         return values, _gradients_of(
-            [each for each in self._entries.values() if isinstance(each, torch.optim.Optimizer)]
+            [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
         )
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
@@ -306,13 +306,13 @@ class DictState:
         return values
 
     def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
-        return ((name, value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY)
+        return ((name, value) for name, value in self.entries.items() if kind == "full" or name != FULL_ONLY)
 
     def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         for name, value in values.items():
             if wanted.has(name):
-                _load_entry(self._entries, name, value)
-        missing = sorted(self._entries.keys() - values.keys())
+                _load_entry(self.entries, name, value)
+        missing = sorted(self.entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
         return notes + _not_saved(wanted.about)
 
@@ -331,7 +331,7 @@ def as_state(state: Any) -> TrainState | DictState:
     return found
 
 
-def _listed(part: Any) -> list[Any]:
+def items_of(part: Any) -> list[Any]:
     """Return the items of a part that may be ``None``, one object or a sequence."""
     return [] if part is None else list(part) if isinstance(part, Sequence) else [part]
 

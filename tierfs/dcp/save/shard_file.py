@@ -79,6 +79,7 @@ class ShardFile:
         store: The store that it is saved to.
         gpu: Moves tensors from a GPU.
         private: Use memory of this process alone. Such a file is only read from; it cannot be committed to the store.
+        waits: Whether to wait for room.
 
     Attributes:
         state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory may have
@@ -88,8 +89,9 @@ class ShardFile:
         transfers: Transfers from GPUs, each with the runs that it fills.
     """
 
-    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False) -> None:
+    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False, waits: bool = True) -> None:
         self.gpu = gpu
+        self._waits = waits
         self.state = FileState.PRIVATE if private else FileState.OPEN
         self.transfers: list[tuple[Transfer, list[FileRun]]] = []
         self.store = store
@@ -284,7 +286,8 @@ class ShardFile:
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
             return [self._begun(Run(array.data, len(array), []), array) for array in arrays]
         begun = [
-            self._begun(memory, np.frombuffer(memory.view, np.uint8)) for memory in self._file.add_runs(runs, wait=wait)
+            self._begun(memory, np.frombuffer(memory.view, np.uint8))
+            for memory in self._file.add_runs(runs, wait=wait and self._waits)
         ]
         self.runs += [run for run, _ in begun]
         return begun

@@ -115,8 +115,10 @@ class StagedFile:
         """Return the segments that hold the runs. Empty if the memory is private."""
         return {slot.segment for slot in self._taken}
 
-    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
+    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None, held: bool = False) -> None:
         """Hash and seal the chunks of these runs, on one thread per processor or on at most ``threads_max``.
+
+        The flusher may write the chunks to the nvme tier from now on, unless they are ``held`` in the ram tier.
 
         Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on the chunks
         before it.
@@ -126,6 +128,9 @@ class StagedFile:
         if not self._finalizer.alive:
             raise self._gone(self._store.where(""))
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
+        if held:
+            processors().share_out(self._seal_chunk, waiting, threads_max=threads_max)
+            return
         # Not earlier: training waits for the copy into the runs, but not for this.
         self._writer.expect()
         ahead = self._writer.ahead()
@@ -150,13 +155,14 @@ class StagedFile:
         for number, row in zip(missing, transfers().map(put, missing), strict=True):
             chunks[number].row = row
 
-    def _seal_chunk(self, chunk: _Chunk, ahead: Ahead) -> None:
+    def _seal_chunk(self, chunk: _Chunk, ahead: Ahead | None = None) -> None:
         assert self._writer is not None
         assert chunk.buffer is not None
         chunk.buffer.accept()
         slot = self._writer.seal_chunk(chunk.buffer)
         chunk.slot, chunk.row = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
-        ahead.add(slot)
+        if ahead is not None:
+            ahead.add(slot)
 
     def _gone(self, what: str) -> StoreError:
         return StoreError(f"{what}: the staged data was already saved or discarded: stage it again")
@@ -169,6 +175,7 @@ class StagedFile:
         level: Level | None = None,
         metadata: Mapping[str, object] | None = None,
         is_new: bool = False,
+        held: bool = False,
     ) -> Manifest:
         """Publish these runs, in this order, as the file at ``path``. Release the memory of all other runs.
 
@@ -191,7 +198,7 @@ class StagedFile:
             slots = [chunk.slot for chunk in chunks]
             assert len(rows) == len(chunks), "not sealed"
             staged = self._writer is not None
-            writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
+            writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new, held=held)
             writer.adopt(rows, slots)
             return writer.commit()
         finally:

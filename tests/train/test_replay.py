@@ -1,0 +1,431 @@
+"""Logged steps are made again bit for bit, or not at all."""
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from support.replay_cases import FEATURES, GROUP_AT, PAIRS, Training
+from support.zygote import Zygote
+
+from tierfs.checkpoint.replayed import logged_steps
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.session import open_store, parse_url
+from tierfs.store import delete, level_of, wait
+from tierfs.train import Every, Manager, Replay
+
+OPTIONS = {"ram": "96MiB", "nvme": "0", "timeout": 60.0}
+STEPS = 12
+STOPPED = 9
+zygote = Zygote(
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "tierfs.train.manager", "tierfs.train.state"
+)
+
+
+def manager(root, *save, **arguments):
+    return Manager(root, save=[*save, Replay(**{"ring": "16MiB", "prove_every": 4, **arguments})], **OPTIONS)
+
+
+def train(run, training, steps):
+    losses = []
+    for step in steps:
+        run.wait()
+        losses.append(training.step(step))
+        run.step(step, training.state, metrics={"loss": float.fromhex(losses[-1])})
+    return losses
+
+
+def straight(*arguments, steps=STEPS):
+    training = Training(*arguments)
+    return [training.step(step) for step in range(steps)], training.content()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("optimizer", "way"), PAIRS)
+def test_each_feature_is_replayed_bit_for_bit(root, optimizer, way):
+    for number, feature in enumerate(FEATURES):
+        losses, content = straight(optimizer, way, (feature,))
+        url = f"{root}/{number}"
+        with manager(url) as run:
+            assert train(run, Training(optimizer, way, (feature,)), range(STOPPED)) == losses[:STOPPED]
+        groups = 2 if feature in {"later group", "all"} else 1
+        resumed = Training(optimizer, way, (feature,), groups=groups)
+        with manager(url) as run:
+            restored = run.restore(resumed.state)
+            assert restored.notes == (), feature
+            assert (restored.step, restored.stopped, restored.is_exact) == (STOPPED - 1, "", True), feature
+            assert restored.replayed == (STOPPED - 1 - GROUP_AT if groups == 2 else STOPPED - 1)
+            assert train(run, resumed, range(STOPPED, STEPS)) == losses[STOPPED:], feature
+        assert resumed.content() == content, feature
+
+
+def trained(url, steps=STOPPED, **arguments):
+    """Log steps, and return the file names of the log in order."""
+    with manager(url, **arguments) as run:
+        train(run, Training(), range(steps))
+    return log_of(url)
+
+
+def log_of(url):
+    store, run = open_store(parse_url(url))
+    return [(store, one.path(run)) for one in logged_steps(store, run)]
+
+
+def resume(url, training=None, **arguments):
+    training = training or Training()
+    with manager(url, **arguments) as run:
+        return run.restore(training.state), training
+
+
+def is_exact_at(training, step):
+    """Whether a training is in the state that an uninterrupted one has after a step."""
+    return training.content() == straight(steps=step + 1)[1]
+
+
+def test_a_missing_file_stops_before_its_step(root):
+    store, path = trained(root)[4]
+    delete(store, path)
+    restored, training = resume(root)
+    assert (restored.step, restored.replayed) == (4, 4)
+    assert "not every rank has the file of the step after 4" in restored.stopped
+    assert is_exact_at(training, 4)
+
+
+def test_an_altered_file_stops_before_its_step(root):
+    store, path = trained(root)[5]
+    reference = next(slot for slot in store.tiers.drafts.pending(path).draft.slots[1:])
+    segment = store.tiers.ram.segment(reference.segment)
+    slot = segment.slot(reference.index)
+    with segment.path.open("r+b") as file:
+        file.seek(slot.offset + 40)
+        file.write(b"altered!")
+    restored, training = resume(root)
+    assert (restored.step, restored.replayed) == (5, 5)
+    assert restored.stopped
+    assert is_exact_at(training, 5)
+
+
+def test_a_state_that_differs_goes_back_to_the_last_proof(root):
+    trained(root)
+    training = Training()
+    made = []
+
+    def disturb(optimizer, *_):
+        made.append(len(made))
+        if len(made) == 6:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0][0, 0] += 1e-7
+
+    training.optimizer.register_step_post_hook(disturb)
+    restored, _ = resume(root, training)
+    assert (restored.step, restored.replayed) == (4, 4)
+    assert "step 8: the state differs from the digest in the log" in restored.stopped
+    assert restored.is_exact
+    assert is_exact_at(training, 4)
+
+
+def test_another_number_of_threads_makes_no_step_again(root):
+    trained(root)
+    torch.set_num_threads(2)
+    restored, training = resume(root)
+    assert (restored.step, restored.replayed) == (0, 0)
+    assert restored.stopped == "step 1: threads was 1, and is 2"
+    torch.set_num_threads(1)
+    assert is_exact_at(training, 0)
+
+
+def test_other_parameters_make_no_step_again(root):
+    trained(root)
+    training = Training()
+    training.optimizer.param_groups[0]["params"].pop()
+    restored, _ = resume(root, training)
+    assert (restored.step, restored.is_exact) == (0, False)
+    assert "the checkpoint itself is not restored exactly" in restored.stopped
+
+
+def test_another_optimizer_makes_no_step_again(root):
+    trained(root)
+    restored, _ = resume(root, Training("adam"))
+    assert (restored.step, restored.replayed) == (0, 0)
+    assert restored.stopped == "step 1: the optimizer was a torch.optim.adamw.AdamW, and is a torch.optim.adam.Adam"
+
+
+def test_a_step_in_hand_is_lost_and_training_goes_on(root):
+    losses, content = straight()
+    with manager(root) as run:
+        training = Training()
+        train(run, training, range(STOPPED))
+        training.step(STOPPED)  # its end is never reported
+    restored, training = resume(root)
+    assert restored.step == STOPPED - 1
+    with manager(root) as run:
+        run.restore(training.state)
+        assert train(run, training, range(STOPPED, STEPS)) == losses[STOPPED:]
+    assert training.content() == content
+
+
+def test_steps_after_a_second_resume_are_made_again(root):
+    losses, content = straight()
+    first = Training()
+    with manager(root) as run:
+        train(run, first, range(4))
+    for begin, end in ((4, 7), (7, 9)):
+        restored, training = resume(root)
+        assert restored.step == begin - 1
+        with manager(root) as run:
+            run.restore(training.state)
+            assert train(run, training, range(begin, end)) == losses[begin:end]
+    restored, training = resume(root)
+    assert (restored.step, restored.replayed) == (8, 8)
+    with manager(root) as run:
+        run.restore(training.state)
+        assert train(run, training, range(9, STEPS)) == losses[9:]
+    assert training.content() == content
+
+
+def test_files_go_when_a_later_full_save_is_complete(root):
+    with manager(root, Every(steps=5)) as run:
+        train(run, Training(), range(8))
+    assert [path.rpartition("/")[2] for _, path in log_of(root)] == [
+        f"{step}-{step + 1}.rank-00000-of-00001.safetensors" for step in (5, 6)
+    ]
+
+
+def test_steps_that_a_chosen_step_leaves_behind_are_gone(root):
+    with manager(root, Every(steps=5)) as run:
+        train(run, Training(), range(8))
+    training = Training()
+    with manager(root) as run:
+        assert run.restore(training.state, step=5).replayed == 0
+        assert len(log_of(root)) == 2
+        train(run, training, range(6, 7))
+    restored, _ = resume(root)
+    assert (restored.step, restored.replayed) == (6, 1)
+
+
+def test_a_full_ring_asks_for_a_save_and_blocks_nothing(root, caplog):
+    size = 12_000
+    with manager(root, ring=4 * size) as run, caplog.at_level(logging.WARNING):
+        train(run, Training(), range(STOPPED))
+        run.wait()
+        assert len(run.checkpoints) >= 3
+    assert sum(store.tiers.drafts.pending(path).draft.length for store, path in log_of(root)) <= 4 * size
+    restored, training = resume(root)
+    assert restored.step == STOPPED - 1
+    assert is_exact_at(training, STOPPED - 1)
+
+
+def test_several_steps_share_a_file(root):
+    losses, content = straight()
+    with manager(root, every=3) as run:
+        train(run, Training(), range(STOPPED))
+    restored, training = resume(root)
+    assert (restored.step, restored.replayed) == (6, 2)
+    with manager(root, every=3) as run:
+        run.restore(training.state)
+        assert train(run, training, range(7, STEPS)) == losses[7:]
+    assert training.content() == content
+
+
+def test_published_files_are_made_again_and_removed(root):
+    with manager(root, level="object") as run:
+        train(run, Training(), range(5))
+    store, path = log_of(root)[-1]
+    wait(store, "", Level.OBJECT, 60)
+    assert level_of(store, path) is Level.OBJECT
+    restored, training = resume(root, level="object")
+    assert (restored.step, restored.level) == (4, "object")
+    assert is_exact_at(training, 4)
+
+
+def test_held_files_stay_in_the_ram_tier(root):
+    store, path = trained(root, steps=5)[-1]
+    wait(store, "", Level.OBJECT, 60)
+    assert level_of(store, path) is Level.STAGED
+    restored, _ = resume(root)
+    assert (restored.step, restored.level) == (4, "staged")
+
+
+def test_a_closure_is_refused(root):
+    training = Training("sgd")
+    with manager(root) as run:
+        train(run, training, range(2))
+        with pytest.raises(InvalidInputError, match="closure"):
+            training.optimizer.step(lambda: 0.0)
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused(root):
+    training = Training()
+    training.optimizer = torch.optim.Adafactor(training.model.parameters())
+    training.state.optimizer = training.optimizer
+    with manager(root) as run, pytest.raises(InvalidInputError, match="sums over rows and columns"):
+        train(run, training, range(1))
+
+
+def test_an_approximate_replay_says_so(root):
+    def approximate():
+        training = Training()
+        training.optimizer = torch.optim.Adafactor(training.model.parameters())
+        training.state.optimizer = training.optimizer
+        return training
+
+    with manager(root, allow_approximate=True) as run:
+        train(run, approximate(), range(4))
+    restored, _ = resume(root, approximate(), allow_approximate=True)
+    assert (restored.step, restored.replayed) == (3, 3)
+    assert not restored.is_exact
+    assert "only approximately" in restored.notes[0]
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's elementwise optimizer."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                moment = self.state[each].setdefault("moment", torch.zeros_like(each))
+                each.add_((moment * 0.9 + each.grad * 0.1).sign(), alpha=-group["lr"])
+                moment.mul_(0.99).add_(each.grad, alpha=0.01)
+
+
+def lions():
+    training = Training()
+    training.optimizer = training.state.optimizer = Lion(training.model.parameters(), 1e-3)
+    return training
+
+
+def test_a_registered_optimizer_is_replayed(root):
+    with manager(root, elementwise=[Lion]) as run:
+        train(run, lions(), range(6))
+    expected = lions()
+    for step in range(6):
+        expected.step(step)
+    restored, training = resume(root, lions(), elementwise=[Lion])
+    assert (restored.step, restored.is_exact) == (5, True)
+    assert training.content() == expected.content()
+
+
+def test_parameters_changed_by_hand_end_the_log(root, caplog):
+    training = Training()
+    with manager(root) as run, caplog.at_level(logging.WARNING):
+        train(run, training, range(4))
+        with torch.no_grad():
+            training.head.weight.mul_(0.5)
+        train(run, training, range(4, 8))
+        run.wait()
+    assert "changed outside of optimizer.step()" in caplog.text
+    restored, other = resume(root)
+    assert restored.step == 7
+    assert other.content() == training.content()
+
+
+def test_sparse_gradients_and_a_dict_as_the_state(root):
+    def make():
+        torch.manual_seed(3)
+        model = torch.nn.Embedding(20, 4, sparse=True)
+        return model, {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "seen": 0,
+            "mean": torch.zeros(4),
+        }
+
+    def train_one(model, state, step):
+        rows = model(torch.tensor([step, step, 7]))
+        rows.square().sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["seen"] += 3
+        state["mean"] += rows.detach().mean(0)
+
+    model, state = make()
+    with manager(root) as run:
+        for step in range(6):
+            train_one(model, state, step)
+            run.step(step, state)
+            run.wait()
+    again, restored_state = make()
+    with manager(root) as run:
+        assert run.restore(restored_state).step == 5
+    assert torch.equal(again.weight, model.weight)
+    assert restored_state["seen"] == 18
+    assert torch.equal(restored_state["mean"], state["mean"])
+
+
+KILLED = ("after backward", "before the copy", "after the copy", "after the step", "in the file", "after the file")
+
+
+def live(url, where, at, directory):
+    """Train until killed at a point of a step. Note each loss."""
+    torch.set_num_threads(1)
+    training = Training()
+    killing = False
+
+    def kill(*_):
+        if killing:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Killing:
+        def state_dict(self):
+            if where == "in the file":
+                kill()
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    training.state.extra = {"killing": Killing()}
+    run = Manager(url, save=[Replay(ring="16MiB", prove_every=4)], **OPTIONS)
+    if where == "before the copy":
+        training.optimizer.register_step_pre_hook(kill)
+    for step in range(STEPS):
+        killing = step == at
+        if killing and where == "after the copy":
+            training.optimizer.register_step_pre_hook(kill)
+        if where == "after backward":
+            kill()
+        training.step(step)
+        if where == "after the step":
+            kill()
+        run.step(step, training.state)
+        if where == "after the file":
+            kill()
+        run.wait()
+
+
+@pytest.mark.parametrize("where", KILLED)
+def test_a_process_killed_at_any_point_of_a_step_loses_that_step_at_most(root, where, tmp_path):
+    losses, content = straight()
+    process = zygote.start(live, root, where, 6, str(tmp_path))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+    class Killing:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    training = Training()
+    training.state.extra = {"killing": Killing()}
+    with manager(root) as run:
+        restored = run.restore(training.state)
+        assert restored.step == (6 if where == "after the file" else 5)
+        assert (restored.replayed, restored.stopped) == (restored.step, "")
+        assert train(run, training, range(restored.step + 1, STEPS)) == losses[restored.step + 1 :]
+    assert training.content() == content

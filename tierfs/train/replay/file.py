@@ -1,0 +1,139 @@
+"""A file of the log: what one rank's optimizers got at a few steps, and the other values after them.
+
+It is a safetensors file. Its tensors are the gradients, named as their parameters, and the tensors that changed. The
+entry `FACTS` has the rest as JSON: see `StepFacts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tierfs.codec.layout.safetensors import HeaderEntry, read_table
+from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.gpu_tensors import begin_tensors
+from tierfs.dcp.save.plan import cut, header
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.tensorbytes import in_torch, tensor_in
+from tierfs.errors import FormatError
+from tierfs.format.manifest import Manifest
+from tierfs.host.pending.levels import Level
+from tierfs.store import Store, open_entry, stat_to_read
+from tierfs.train.values import pack, unpack
+
+FACTS = "tierfs.replay"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """The content of a file beside its tensors.
+
+    Attributes:
+        parent: The chain, or the save, that had the state at the step that the file's chain follows.
+        base: The step that the file's chain follows.
+        build: The facts about this program and machine on which the bits of an update depend.
+        structure: The names of the parameters of each group of each optimizer.
+        events: The calls of ``optimizer.step``, in order: the optimizer's number and class, its numbers before the call,
+            and for each parameter the form of its gradient.
+        groups: The numbers of each group of each optimizer after the step.
+        values: See `Parts.others` and `Parts.values`.
+        digest: See `Parts.digest`, of the state after the step; empty unless the step is to be proven.
+        metrics: The metrics of each training step in the file.
+    """
+
+    parent: str
+    base: int
+    build: Mapping[str, Any]
+    structure: list[list[list[str]]]
+    events: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    values: dict[str, Any]
+    digest: str
+    metrics: dict[int, dict[str, float]]
+
+
+class LogFile:
+    """A file of the log that is being written, in memory of the ram tier.
+
+    Args:
+        store: The store, with local tiers.
+        gpu: Moves tensors from a GPU.
+    """
+
+    def __init__(self, store: Store, gpu: GpuStaging) -> None:
+        self._file = ShardFile(store, gpu, waits=False)
+        self.length = 0
+
+    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors, which may change afterwards.
+
+        Raises:
+            CapacityError: The ram tier has no room now.
+        """
+        begin_tensors(self._file, tensors, at_once=True).result()
+        self.length += sum(tensor.nbytes for _, tensor in tensors)
+
+    def commit(self, path: str, facts: StepFacts, level: Level) -> Manifest:
+        """Publish the file on this host. Raises `CapacityError` if there is no room, and as `Writer.commit` does."""
+        text = pack({"version": VERSION, **asdict(facts)}).encode()
+        self._file.add_objects([(FACTS, memoryview(text))])
+        self._file.wait_filled()
+        memory, runs, held = self._file.close(), self._file.runs, level is Level.STAGED
+        entries: list[HeaderEntry] = []
+        end = 0
+        for run in runs:
+            entries += [entry._replace(at=end + entry.at) for entry in run.entries]
+            end += run.memory.length
+        head = header(entries)
+        (first,) = memory.add_runs([cut(len(head))], wait=False)
+        first.view[:] = head
+        memory.seal([first, *(run.memory for run in runs)], held=held)
+        self.length = len(head) + end
+        return memory.commit(path, [first, *(run.memory for run in runs)], level=Level.STAGED, is_new=True, held=held)
+
+    def abort(self) -> None:
+        """Release the memory."""
+        self._file.abort()
+
+
+class LoggedFile:
+    """A file of the log, opened for reading.
+
+    Attributes:
+        facts: What it says.
+        length: Of the file, in bytes.
+
+    Raises:
+        NotFoundError, CorruptionError, FormatError: It cannot be read, or a newer tierfs wrote it.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._reader = open_entry(store, stat_to_read(store, path))
+        self._where, self.length = store.where(path), self._reader.length
+        self._table, self._begin = read_table(self._reader.read_into, self.length, self._where)
+        if FACTS not in self._table:
+            raise FormatError(f"{self._where} is not a file of a log: it lacks {FACTS}")
+        entry = self._table.pop(FACTS)
+        data = bytearray(entry.length)
+        self._reader.read_into(self._begin + entry.at, memoryview(data))
+        found = unpack(data.decode(), self._where)
+        if found.pop("version", None) != VERSION:
+            raise FormatError(f"{self._where} has another version than {VERSION}")
+        self.facts = StepFacts(**found)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read the tensors, by name. Raises as the constructor does."""
+        data = {name: bytearray(entry.length) for name, entry in self._table.items()}
+        parts = [(self._begin + self._table[name].at, memoryview(each)) for name, each in data.items()]
+        self._reader.read_parts(parts)
+        found = {}
+        for name, entry in self._table.items():
+            kind = in_torch(entry.dtype, entry.shape)
+            if kind is None:
+                raise FormatError(f"{self._where}: {name} has a dtype that torch lacks: {entry.dtype}")
+            found[name] = tensor_in(data[name], *kind)
+        return found

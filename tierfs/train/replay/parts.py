@@ -1,0 +1,260 @@
+"""`Parts`: the parts of a user's state as the log sees them: optimizers with named parameters, and everything else.
+
+Gradients explain how parameters and the optimizers' state change. All else that a full save would store is logged as it
+is after a step: small values always, buffers and other tensors when their bytes have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.digest import checksum
+from tierfs.errors import InvalidInputError
+from tierfs.train.position import generators, positions, set_generators, set_positions
+from tierfs.train.state import DictState, TrainState, items_of
+from tierfs.train.values import digests_of
+
+REST = "rest:"
+"""The beginning of the names of logged tensors that are no gradients."""
+_TENSOR = "tierfs.tensor"
+"""The key of a dict that stands for a tensor among packed values."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank has, without autograd."""
+    found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers and flags of each group of an optimizer, tensors among them copied."""
+    return [
+        {
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in {"params", "param_names"}
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+class Parts:
+    """The parts of a state.
+
+    Attributes:
+        optimizers: The optimizers, in order.
+        names: The name of each optimized parameter, by its ``id``.
+    """
+
+    def __init__(self, state: TrainState | DictState) -> None:
+        self._take(state)
+        owned = {id(tensor) for tensor, _ in self._parameters()}
+        self.names = {
+            id(tensor): name
+            for module in self._modules.values()
+            for name, tensor in module.named_parameters()
+            if id(tensor) in owned
+        }
+        for tensor, place in self._parameters():
+            self.names.setdefault(id(tensor), place)
+        if len(set(self.names.values())) < len(self.names):  # parameters of several modules share names
+            self.names = {id(tensor): place for tensor, place in self._parameters()}
+        self._buffers = {
+            f"{place}.{name}": (module, name)
+            for place, module in self._modules.items()
+            for name in module.state_dict().keys() & {name for name, _ in module.named_buffers()}
+        }
+
+    def _take(self, state: TrainState | DictState) -> None:
+        self.state = state
+        if isinstance(state, DictState):
+            values = dict(state.entries)
+            self._modules = {name: value for name, value in values.items() if isinstance(value, nn.Module)}
+            self.optimizers = [value for value in values.values() if isinstance(value, torch.optim.Optimizer)]
+            kept = {id(value) for value in (*self._modules.values(), *self.optimizers)}
+            self._extra: Mapping[str, Any] = {name: value for name, value in values.items() if id(value) not in kept}
+        else:
+            state.check()
+            self._modules = {"model": state.model}
+            self.optimizers = items_of(state.optimizer)
+            self._extra = state.extra
+
+    def takes(self, state: TrainState | DictState) -> bool:
+        """Return whether a state has the same models and optimizers. Then its other values replace those of before."""
+        before = [*self._modules.values(), *self.optimizers]
+        self._take(state)
+        return list(map(id, before)) == list(map(id, [*self._modules.values(), *self.optimizers]))
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for number, optimizer in enumerate(self.optimizers):
+            for at, group in enumerate(optimizer.param_groups):
+                for index, each in enumerate(group["params"]):
+                    yield each, f"{number}.{at}.{index}"
+
+    def structure(self) -> list[list[list[str]]]:
+        """Return the names of the parameters of each group of each optimizer."""
+        return [
+            [[self.names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    def versions(self) -> list[int]:
+        """Return a number for each optimizer that grows when one of its parameters is changed in place."""
+        return [
+            sum(getattr(each, "_local_tensor", each)._version for each in parameters_of(optimizer))
+            for optimizer in self.optimizers
+        ]
+
+    def build(self) -> dict[str, Any]:
+        """Return the facts about this program and machine on which the bits of an update depend."""
+        devices = sorted({each.device.type for optimizer in self.optimizers for each in parameters_of(optimizer)})
+        found: dict[str, Any] = {
+            "torch": str(torch.__version__),
+            "git": torch.version.git_version,
+            "devices": devices,
+        }
+        if "cpu" in devices:
+            found |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+        if "cuda" in devices:
+            found |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
+        return found
+
+    def digest(self) -> str:
+        """Return a digest of this rank's part of the parameters, the optimizers' state and the other tensors."""
+        state: dict[str, Any] = {"others": self.others()[1]}
+        for number, optimizer in enumerate(self.optimizers):
+            for each in parameters_of(optimizer):
+                # torch saves no state of frozen parameters, which Adagrad has from its beginning.
+                kept = optimizer.state.get(each, {}) if each.requires_grad else {}
+                own = {
+                    str(key): local(value) if isinstance(value, torch.Tensor) else value for key, value in kept.items()
+                }
+                state[f"{number}.{self.names[id(each)]}"] = {"parameter": local(each), "state": own}
+        return checksum(json.dumps(sorted(digests_of(state).items())).encode()).hex()
+
+    # -- everything but parameters and optimizers ----------------------------------------------------------------------
+
+    def others(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the extra values, and the buffers and their tensors by name, without copies."""
+        tensors = {f"{REST}{name}": local(module.get_buffer(inner)) for name, (module, inner) in self._buffers.items()}
+        extra = {
+            name: self._without_tensors(_content(each), f"{REST}extra.{name}", tensors)
+            for name, each in self._extra.items()
+        }
+        return {"extra": extra}, tensors
+
+    def values(self) -> dict[str, Any]:
+        """Return the epoch, and the state of schedulers, the scaler, data loaders and random generators."""
+        state = self.state
+        if not isinstance(state, TrainState):
+            return {}
+        found = {
+            "epoch": state.epoch,
+            "scheduler": [each.state_dict() for each in items_of(state.scheduler)],
+            "scaler": None if state.scaler is None else state.scaler.state_dict(),
+            "loader": positions(items_of(state.dataloader)),
+        }
+        return {**found, "rng": generators()}  # last, because a loader may draw a number for its state
+
+    def set_tensors(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the buffers and the extra values as `others` returned them, with the newest of each logged tensor."""
+        with torch.no_grad():
+            for name, (module, inner) in self._buffers.items():
+                if (found := tensors.get(f"{REST}{name}")) is not None:
+                    local(module.get_buffer(inner)).copy_(found)
+            for name, each in list(self._extra.items()):
+                if name not in values["extra"]:
+                    continue
+                content = self._with_tensors(values["extra"][name], each, tensors)
+                if hasattr(each, "load_state_dict"):
+                    each.load_state_dict(content)
+                elif isinstance(each, torch.Tensor):
+                    if content is not each:
+                        local(each).copy_(content)
+                elif isinstance(self._entries, dict):
+                    self._entries[name] = content
+
+    def set_values(self, step: int, values: Mapping[str, Any]) -> list[str]:
+        """Set the step, the epoch, schedulers, the scaler, data loaders and random generators as `values` returned them.
+
+        Returns:
+            What could not be set exactly, in words.
+        """
+        state = self.state
+        if not isinstance(state, TrainState):
+            return []
+        state.step, state.epoch = step, int(values["epoch"])
+        for scheduler, saved in zip(items_of(state.scheduler), values["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
+        if state.scaler is not None and values["scaler"]:
+            state.scaler.load_state_dict(values["scaler"])
+        notes = set_positions(items_of(state.dataloader), values["loader"], state.epoch)
+        return notes + set_generators(values["rng"])
+
+    @property
+    def _entries(self) -> Mapping[str, Any]:
+        return self.state.entries if isinstance(self.state, DictState) else self.state.extra
+
+    def _without_tensors(self, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+        """Return a nested value in which names stand for tensors. Optimized parameters are left as they are."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.names:
+                tensors[path] = local(value)
+            return {_TENSOR: path}
+        if isinstance(value, Mapping):
+            return {key: self._without_tensors(inner, f"{path}.{key}", tensors) for key, inner in value.items()}
+        if type(value) in {list, tuple}:
+            return type(value)(self._without_tensors(inner, f"{path}.{at}", tensors) for at, inner in enumerate(value))
+        return value
+
+    def _with_tensors(self, value: Any, live: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Return a nested value with its tensors. One that was never logged has not changed since the full save."""
+        if isinstance(value, dict) and value.keys() == {_TENSOR}:
+            return tensors.get(value[_TENSOR], live)
+        live = _content(live)
+        if isinstance(value, dict):
+            return {key: self._with_tensors(each, _inside(live, key), tensors) for key, each in value.items()}
+        if type(value) in {list, tuple}:
+            return type(value)(self._with_tensors(each, _inside(live, at), tensors) for at, each in enumerate(value))
+        return value
+
+
+def _content(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _inside(live: Any, key: Any) -> Any:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    return live[key] if isinstance(live, (list, tuple)) and key < len(live) else None
+
+
+def check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Check that a gradient can be logged.
+
+    Raises:
+        InvalidInputError: It is sparse in another form than COO, or placed otherwise than its parameter.
+    """
+    if isinstance(gradient, DTensor) and gradient.placements != getattr(parameter, "placements", None):
+        raise InvalidInputError(
+            f"Replay: the gradient of {name} is placed as {gradient.placements}, unlike its parameter: redistribute it first"
+        )
+    if gradient.layout not in {torch.strided, torch.sparse_coo} or gradient.dtype not in SAFETENSORS_NAMES:
+        raise InvalidInputError(
+            f"Replay: the gradient of {name} cannot be logged: its layout is {gradient.layout}, its dtype {gradient.dtype}"
+        )

@@ -1,0 +1,110 @@
+"""`Replay`: the save policy that logs each step, and the optimizers whose steps can be made again exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.train.policies import Context
+from tierfs.units import parse_size
+
+if TYPE_CHECKING:
+    from tierfs.train.replay.recorder import Recorder
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+"""Optimizers that compute each element of a parameter from the same element of its gradient and state."""
+_REASONS = {
+    "Adafactor": "its update sums over rows and columns",
+    "Muon": "its update multiplies matrices",
+    "LBFGS": "it computes gradients inside of its step",
+    "SparseAdam": "it sums the entries of a sparse gradient",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Replay:
+    """Logs what the optimizer gets at each step, so that a restore makes the steps after the last full save again.
+
+    The files stay in the ram tier, and are removed once a later full save is complete. It asks for a full save if there
+    is none to begin from, and when the log has no room. A restore stops at the last step that is certainly exact.
+
+    Args:
+        every: Steps in one file of the log. A killed process loses the steps that have no file yet.
+        ring: The most bytes of the log of each rank, such as ``"8GiB"``. The ram tier must have room for the logs of
+            all ranks of the host, and for a full save.
+        prove_every: Each file whose step is a multiple of this has a digest of the state after it, which the restore
+            compares.
+        level: ``"staged"``: files stay in shared memory, which outlives the processes but not the host. ``"object"``:
+            they go on to the object tier.
+        elementwise: Further classes of optimizers whose update is elementwise: each element of a parameter follows from
+            the same element of its gradient and state alone.
+        allow_approximate: Accept optimizers that are not known to be elementwise. A restore that makes their steps
+            again is not exact, and says so.
+
+    Raises:
+        InvalidInputError: An argument is invalid.
+    """
+
+    every: int = 1
+    ring: str | int = "8GiB"
+    prove_every: int = 50
+    level: str = "staged"
+    elementwise: Sequence[type] = ()
+    allow_approximate: bool = False
+    is_uniform = False
+    _recorder: Recorder | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "prove_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidInputError(f"Replay({name}={value!r}): must be an integer of at least 1")
+        self.ring_bytes  # noqa: B018 - raises if it is invalid
+        if self.level not in {Level.STAGED.label, Level.OBJECT.label}:
+            raise InvalidInputError(f"Replay(level={self.level!r}): must be 'staged' or 'object'")
+
+    @property
+    def ring_bytes(self) -> int:
+        """The most bytes of the log of each rank."""
+        return parse_size(self.ring)
+
+    def attach(self, recorder: Recorder) -> None:
+        """Ask this recorder from now on whether to save."""
+        self._recorder = recorder
+
+    def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
+        """Return whether the log needs a full save: to begin from, or to make room."""
+        return self._recorder is not None and not context.is_saving and self._recorder.wants_save
+
+    def reason_against(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why an optimizer's steps cannot be made again exactly; empty if they can."""
+        kind = type(optimizer)
+        if kind in ELEMENTWISE or kind in self.elementwise:
+            return ""
+        why = _REASONS.get(kind.__name__, "its update is not known to be elementwise")
+        return f"the steps of {kind.__name__} cannot be made again bit for bit: {why}"
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check that the steps of these optimizers can be made again.
+
+        Raises:
+            InvalidInputError: One is not known to be elementwise, and ``allow_approximate`` is not set.
+        """
+        for optimizer in optimizers if not self.allow_approximate else ():
+            if why := self.reason_against(optimizer):
+                raise InvalidInputError(
+                    f"Replay: {why}: name its class in elementwise=[...] if it is, or set allow_approximate=True"
+                )
