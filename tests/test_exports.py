@@ -11,6 +11,7 @@ PUBLIC = {
     "tierfs": ["TierFileSystem", "TierfsError", "__version__", "init", "mount"],
     "tierfs.dcp": ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"],
     "tierfs.device": ["DeviceTier", "Drain", "Gate"],
+    "tierfs.experimental.activations": ["Activations", "Stats"],
     "tierfs.fs": ["TierFileSystem"],
     "tierfs.testing": [
         "Fault",

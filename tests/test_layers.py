@@ -29,7 +29,7 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
 #     ground <- format | codec <- objects | host | device <- store | peers <- flusher <- session
-#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui
+#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui; experimental stands on device and host
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -59,6 +59,7 @@ ALLOWED = {
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "plugs": BELOW_FACES | {"dcp", "checkpoint", "train"},
+    "experimental": FORMATS | {"host", "device"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
     "ui": BELOW_FACES | {"dcp", "checkpoint", "train", "cli"},
     "testing": None,  # may import anything; no other layer imports it
@@ -71,7 +72,7 @@ ALLOWED = {
         "mount",
     },  # lazily, except errors, urls_as_paths and the guard of torch
 }
-TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo", "plugs"}
+TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo", "plugs", "experimental"}
 
 
 def modules():

@@ -116,12 +116,12 @@ class ChunkFiles:
         Raises:
             StoreError, CapacityError: The write failed. The content of the file is undefined.
         """
-        with disk_errors(path), _lend(PAGE_BYTES) as head, _padded(data) as body:
+        with disk_errors(path), _lend(PAGE_BYTES) as head, padded_pages(data) as body:
             head[:] = page.encode()
             while True:
                 fd, is_direct = self._open(path, os.O_RDWR | os.O_CREAT)
                 try:
-                    _transfer(os.pwritev, fd, [head, *body], 0)
+                    transfer(os.pwritev, fd, [head, *body], 0)
                     os.utime(fd, ns=(now_ns, now_ns))
                     return fd
                 except BaseException as error:
@@ -186,16 +186,16 @@ class ChunkFiles:
         through = _ceil(end) - begin - straight if len(wanted) > straight else 0
         with _lend(PAGE_BYTES) as head, _lend(min(through, BLOCK_BYTES)) as block:
             if begin:
-                _transfer(os.preadv, fd, [head], 0)
+                transfer(os.preadv, fd, [head], 0)
             lead, at = ([], PAGE_BYTES + begin) if begin else ([head], 0)
             if straight or not through:
-                _transfer(os.preadv, fd, [*lead, wanted[:straight]], at)
+                transfer(os.preadv, fd, [*lead, wanted[:straight]], at)
                 lead, at = [], PAGE_BYTES + begin + straight
             done = straight
             while done < len(wanted):
                 skip = start - begin if not done else 0
                 piece = block[: _ceil(skip + len(wanted) - done)]
-                _transfer(os.preadv, fd, [*lead, piece], at)
+                transfer(os.preadv, fd, [*lead, piece], at)
                 at += sum(map(len, (*lead, piece)))
                 lead, count = [], min(len(piece) - skip, len(wanted) - done)
                 _copy(wanted[done : done + count], piece[skip : skip + count])
@@ -249,7 +249,7 @@ def _lend(length: int) -> Iterator[memoryview]:
 
 
 @contextlib.contextmanager
-def _padded(data: memoryview) -> Iterator[list[memoryview]]:
+def padded_pages(data: memoryview) -> Iterator[list[memoryview]]:
     """Yield page-aligned pieces that have the bytes of ``data`` and zeros up to a whole page."""
     straight = _floor(len(data)) if _is_aligned(data) else 0
     left = len(data) - straight
@@ -259,7 +259,7 @@ def _padded(data: memoryview) -> Iterator[list[memoryview]]:
         yield [data[:straight], rest]
 
 
-def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], at: int) -> None:
+def transfer(call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], at: int) -> None:
     """Read or write all pieces, which follow one another in the file, in calls of `CALL_BYTES`.
 
     Raises:

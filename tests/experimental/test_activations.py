@@ -1,0 +1,293 @@
+"""`Activations` gives back the bytes that were saved, within its budgets, whatever becomes of the step."""
+
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.activation_models import Meter, WholeGpu, batch, gradients, new_model
+from support.waiting import until
+from torch.utils.checkpoint import checkpoint
+
+from tierfs.device import accelerator as accelerators
+from tierfs.errors import InvalidInputError
+from tierfs.experimental.activations import Activations
+from tierfs.experimental.activations.memory import SpillFile
+from tierfs.experimental.activations.regions import Place, Region, Regions
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request):
+    """The tensors' device: the CPU, or a fake GPU."""
+    accelerators.accelerators.clear()
+    if request.param == "gpu":
+        accelerators.register_accelerator(WholeGpu())
+    yield request.param
+    accelerators.accelerators.clear()
+
+
+@pytest.fixture
+def gpu():
+    accelerators.accelerators.clear()
+    accelerators.register_accelerator(WholeGpu())
+    yield
+    accelerators.accelerators.clear()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "spill"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def new(disk):
+    def make(ram, nvme="64MiB", **options):
+        return Activations(ram, nvme, **{"min_bytes": "64KiB", "directory": disk, **options})
+
+    return make
+
+
+def plain_gradients():
+    model = new_model()
+    torch.manual_seed(3)
+    model(batch()).backward()
+    return gradients(model)
+
+
+def step(activations, model=None, x=None):
+    model = new_model() if model is None else model
+    torch.manual_seed(3)
+    with activations:
+        loss = model(batch() if x is None else x)
+    loss.backward()
+    return gradients(model)
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("ram", ["64MiB", "4MiB", "2MiB"])
+def test_gradients_are_equal_bit_for_bit(device, new, ram):
+    activations = new(ram)
+    wanted = plain_gradients()
+    for _ in range(3):
+        assert_equal(step(activations), wanted)
+    stats = activations.stats()
+    assert stats.offloaded_bytes > 16 * MIB
+    assert stats.ram_bytes_max <= int(ram[:-3]) * MIB
+    assert bool(stats.moved_bytes.get("write")) == (ram != "64MiB")
+    assert stats.failures == {}
+
+
+def test_tensors_that_share_a_storage_are_offloaded_once(device, new):
+    activations = new("64MiB")
+    x = torch.randn(256, 768, requires_grad=True)
+    with activations:
+        y = x * 2  # saves nothing
+        query, key, value = y.chunk(3, dim=1)
+        loss = (query * key * value * query).sum() + y.exp().sum()
+    loss.backward()
+    stats = activations.stats()
+    assert stats.offloaded > 4
+    # The products of two and of three, y once, and exp's result.
+    assert stats.offloaded_bytes == (256 * 768 * 2 + 256 * 256 * 2) * 4
+
+
+def test_parameters_and_their_views_are_kept(device, new):
+    activations = new("64MiB")
+    weight = torch.nn.Parameter(torch.randn(512, 512))
+    with activations:
+        loss = (torch.nn.functional.linear(torch.randn(4, 512, requires_grad=True), weight) @ weight[:, :256]).sum()
+    loss.backward()
+    assert activations.stats().kept["parameter"] >= 2
+    assert activations.stats().offloaded == 0
+
+
+def test_a_change_in_place_is_an_error_as_without_it(device, new):
+    x = torch.randn(256, 256, requires_grad=True)
+    for activations in (None, new("64MiB"), new("1MiB")):
+        y = x * 2
+        with activations or torch.enable_grad():
+            loss = y.view(-1).exp().sum() + y.view(512, 128).square().sum()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_the_oldest_bytes_are_spilled_and_the_next_are_read_ahead(disk):
+    regions = Regions(4 * MIB, SpillFile(disk, 64 * MIB))
+    sources = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(8)]
+    held = [regions.hold(source, None) for source in sources]
+    until(lambda: Place.SPILLING not in [region.place for region in held])
+    # Three quarters of the budget stay full, so that the next tensor finds room.
+    assert [region.place for region in held] == [Place.DISK] * 5 + [Place.RAM] * 3
+    while held:
+        region, number = held.pop(), len(held)
+        assert torch.equal(regions.restore(region), sources[number])
+        del region
+        if number == 5:
+            until(lambda: Place.READING not in [region.place for region in held])
+            assert [region.place for region in held] == [Place.DISK] * 3 + [Place.READ] * 2
+    assert regions.disk_bytes() == 0
+    assert regions.memory.held_bytes == 0
+
+
+def test_what_finds_no_room_is_kept(device, new):
+    activations = new("1MiB", nvme="2MiB")
+    assert_equal(step(activations), plain_gradients())
+    stats = activations.stats()
+    assert stats.kept["no room"] > 0
+    assert stats.failures["nvme_full"] > 0
+    assert stats.disk_bytes == 0
+
+
+def test_a_file_that_cannot_grow_keeps_tensors_in_memory(disk):
+    # The limit on a process's files stands for a full disk.
+    code = """
+        import resource, sys, torch
+        sys.path.insert(0, "tests")
+        from support.activation_models import batch, gradients, new_model
+        from tierfs.experimental.activations import Activations
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        activations = Activations("2MiB", "64MiB", min_bytes="64KiB", directory=sys.argv[1])
+        found = []
+        for one in (None, activations):
+            model = new_model()
+            torch.manual_seed(3)
+            with one or torch.enable_grad():
+                loss = model(batch())
+            loss.backward()
+            found.append(gradients(model))
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        stats = activations.stats()
+        assert stats.failures["write"] and stats.kept["no room"], stats
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), disk], check=True)
+
+
+def test_nothing_is_left_after_a_kill_during_a_spill(disk):
+    code = """
+        import sys, torch
+        from tierfs.experimental.activations import Activations
+        activations = Activations("4MiB", "1GiB", directory=sys.argv[1], min_bytes=0)
+        y = torch.randn(1 << 18, requires_grad=True)
+        print("ready", flush=True)
+        with activations:
+            while True:
+                y = y.sin()
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), disk], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    time.sleep(0.3)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_a_thousand_steps_leave_nothing(device, new):
+    activations = new("64KiB", nvme="1MiB", min_bytes="4KiB")
+    threads = set()
+    for number in range(1000):
+        y = torch.randn(64, 64, requires_grad=True)
+        try:
+            with activations:
+                for _ in range(8):
+                    y = y.sin()
+                if number % 3 == 0:
+                    raise ArithmeticError("the forward pass fails")
+            if number % 3 == 1:  # else the backward pass never comes
+                y.sum().backward()
+        except ArithmeticError:
+            pass
+        threads.add(threading.active_count())
+    del y
+    until(lambda: (gc.collect(), not any(isinstance(one, Region) for one in gc.get_objects()))[1])
+    stats = activations.stats()
+    assert stats.disk_bytes == 0
+    assert stats.moved_bytes["write"] > MIB
+    assert stats.failures == {}
+    assert max(threads) <= min(threads) + 5
+    assert_equal(step(activations), plain_gradients())
+
+
+def test_several_forward_passes_before_one_backward_pass(device, new):
+    activations = new("2MiB")
+    found = []
+    for one in (None, activations):
+        model = new_model()
+        torch.manual_seed(3)
+        with one or torch.enable_grad():
+            losses = [model(batch(seed)) for seed in (5, 6, 7)]
+        losses[0].backward()
+        sum(losses[1:]).backward()
+        found.append(gradients(model))
+    assert_equal(found[1], found[0])
+
+
+def test_the_inputs_of_checkpointed_layers_are_offloaded(device, new):
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = new_model()
+
+        def forward(self, x):
+            for layer in self.model.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x.square().mean()
+
+    activations = new("2MiB")
+    found = step(activations, Checkpointed())
+    assert_equal({name.removeprefix("model."): grad for name, grad in found.items()}, plain_gradients())
+    assert activations.stats().offloaded >= 9
+
+
+def test_wrapped_layers_keep_only_their_inputs(device, new):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = new_model().layers[::3]
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, scale=x.cos())
+            return x.square().mean()
+
+    wanted, model, activations = Scaled(), Scaled(), new("64MiB")
+    wanted(batch()).backward()
+    activations.wrap(model.layers)
+    model(batch()).backward()
+    assert_equal(gradients(model), gradients(wanted))
+    # Each layer has one input and one scale of this size.
+    assert activations.stats().offloaded_bytes == 2 * len(model.layers) * batch().nbytes
+
+
+def test_the_peak_of_the_gpus_memory_falls_by_two_fifths(gpu, new):
+    peaks = []
+    for one in (None, new("4MiB")):
+        model = new_model(layers=6)
+        torch.manual_seed(3)
+        with Meter() as meter:
+            with one or torch.enable_grad():
+                loss = model(batch())
+            loss.backward()
+        peaks.append(meter.peak)
+    assert peaks[1] <= 0.6 * peaks[0]
+
+
+def test_a_directory_in_memory_is_refused():
+    with pytest.raises(InvalidInputError, match="give a directory= on a disk"):
+        Activations("1GiB", "1GiB", directory=f"/dev/shm/tierfs-activations-{time.time_ns()}")
