@@ -12,7 +12,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
 from tierfs.objects import MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, load, save, verify
+from tierfs.store import Store, delete, load, save, verify
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.records import observe, publish
 from tierfs.testing.faults import flip_bit, remove, truncate
@@ -118,3 +118,13 @@ def test_a_base_that_no_file_names_is_healed(steps, damage):
     assert [(each.key, each.how) for each in report.mended] == [(steps.base, "replica")]
     assert (report.left, report.lost) == ([], [])
     assert load(steps.flushing.bare(), "a") == steps.data
+
+
+def test_a_delta_without_its_base_is_damage_only_where_a_file_needs_it(steps):
+    store = steps.flushing.bare()
+    remove(steps.objects, steps.base)
+    assert verify(store).damage
+    assert scrub(store, LOOK).missing == 1
+    delete(store, "a")
+    assert verify(store).damage == []
+    assert scrub(store, LOOK).damage == []

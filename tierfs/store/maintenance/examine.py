@@ -103,6 +103,19 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     return Examined(raw_length)
 
 
+def lacks_base(store: Store, name: ChunkName, size: int) -> bool:
+    """Return whether a base of a chunk object is missing. gc may delete it first where no record names either."""
+    head, where = memoryview(bytearray(min(size, ENVELOPE_BYTES_MAX))), store.where(keys.chunk_key(name))
+    try:
+        info = store.objects.get(keys.chunk_key(name), [(0, head)])
+        bases = {base.name for base in Envelope.decode(head, where, stored_length=info.size).bases}
+        return any(lacks_base(store, base, store.objects.head(keys.chunk_key(base)).size) for base in bases)
+    except NotFoundError:
+        return True
+    except (CorruptionError, FormatError):
+        return False
+
+
 def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
     """Yield the offsets in the object at which each encoded block begins and ends."""
     lengths = (block.encoded_length for block in envelope.blocks)

@@ -10,7 +10,7 @@ from tierfs.clock import Pace
 from tierfs.errors import CapacityError, FormatError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.maintenance.examine import examine
+from tierfs.store.maintenance.examine import examine, lacks_base
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.store import Store
@@ -115,8 +115,8 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
     except FormatError:
         return None  # not a chunk's key: repair moves the object aside
     found = examine(store, name, item.size)
-    if found is None or found.is_sound:
-        return None
+    if found is None or found.is_sound or lacks_base(store, name, item.size):
+        return None  # a missing base that a record needs is counted among the missing chunks
     _logger.error("%s is damaged: %s", store.where(item.key), found.problem)
     healed = ""
     if healer is not None:

@@ -22,7 +22,7 @@ from tierfs.format.references import ReferenceList
 from tierfs.format.upkeep import Collector
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.maintenance.examine import Damage, examine
+from tierfs.store.maintenance.examine import Damage, examine, lacks_base
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
@@ -255,7 +255,7 @@ def _check_rest(
                 return
             pace.take(size)
             found = examine(store, name, size)
-            if found is not None and not found.is_sound:
+            if found is not None and not found.is_sound and not lacks_base(store, name, size):
                 report.note(Damage(key, key, found.kind, found.problem))
         except NotFoundError:
             return  # deleted since the listing
