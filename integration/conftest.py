@@ -13,6 +13,7 @@ from leftovers import end_flushers
 LONG = (
     "test_tier_kills",
     "test_dcp_kills",
+    "test_soak",
     "test_store_pairs",
     "test_tier_load",
     "test_cloud_faults",

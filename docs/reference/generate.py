@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 import errno
 import inspect
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -136,10 +138,33 @@ def metrics() -> list[str]:
     return table(["Name", "Labels", "Means"], rows)[:-1]
 
 
+def soak() -> list[str]:
+    """The sums of the soak reports."""
+    reports = sorted((HERE.parents[1] / "integration" / "bench" / "history").glob("*-soak-*.json"))
+    runs = [json.loads(path.read_text())["figures"] for path in reports]
+
+    def counted(name: str) -> str:
+        total: Counter[str] = Counter()
+        for run in runs:
+            total.update(run.get(name, {}))
+        shown = ", ".join(f"{key} {value:,}" for key, value in sorted(total.items(), key=lambda item: -item[1]))
+        return f"**{sum(total.values()):,}**: {shown}" if shown else "0"
+
+    names = ("kills", "faults", "flips", "damage", "operations", "acknowledged_bytes")
+    rows = [(name.replace("_", " "), counted(name)) for name in names]
+    failures = [
+        (name.replace("_", " "), str(sum(run[name] for run in runs)))
+        for name in ("losses", "wrong_bytes", "hangs", "errors")
+    ]
+    hours = sum(run["seconds"] for run in runs) / 3600
+    return table(["Figure", "Count"], iter([("runs", f"{len(runs)}, {hours:.1f} hours"), *rows, *failures]))[:-1]
+
+
 PARTS = {
     "cli.md": {"commands": groups, "metrics": metrics},
     "errors.md": {"classes": error_table, "attributes": error_attributes},
     "configuration.md": {"settings": settings},
+    "reliability.md": {"soak": soak},
 }
 
 
@@ -153,8 +178,9 @@ def pages() -> dict[Path, str]:
             lines = command(name.removeprefix("tierfs ")) if name.startswith("tierfs ") else parts[name]()
             return "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
 
-        text = (HERE / page).read_text()
-        found[HERE / page] = re.sub(r"<!-- ((?!end)[\w ]+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+        path = next(HERE.parent.rglob(page))
+        text = path.read_text()
+        found[path] = re.sub(r"<!-- ((?!end)[\w ]+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
     return found
 
 

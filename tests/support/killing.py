@@ -365,12 +365,13 @@ class Zygote:
 
     Args:
         program: The forking program: this module, or one that adds roles to it and calls its `main`.
+        *arguments: Arguments of the program.
     """
 
-    def __init__(self, program=__file__):
+    def __init__(self, program=__file__, *arguments):
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self._replies = self._process.stdout
 

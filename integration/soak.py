@@ -1,0 +1,676 @@
+"""Use a store on two hosts for hours while processes die, the object tier fails and bits flip. Check every byte.
+
+``python integration/soak.py --hours 1 --seed 7 --report FILE``. A seed gives a list of *steps*, which do not depend on
+outcomes, so a part of the list can be run again: ``--replay EVENTS`` repeats the steps of a run's event log, and looks
+for a shorter list that still fails. `soak_steps` draws the steps, `soak_model` says which answers are right,
+`soak_work` has the processes, `soak_harm` flips bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+import soak_harm
+from soak_model import BrokenPromiseError, Model
+from soak_steps import HOSTS, WRITERS, schedule
+from support.killing import Child, Zygote
+
+import tierfs
+
+PROGRAM = Path(__file__).with_name("soak_work.py")
+HANG_S, SETTLE_S = 60, 90
+LEASE_S, GRACE_S = 5, 12
+LATE_S = 1.6  # after which no late request of `soak_work` is left
+RAM, NVME = "32MiB", "64MiB"
+OLDER = "0.0.9"
+OURS = {"AssertionError", "AttributeError", "IndexError", "KeyError", "TypeError", "ValueError", "ZeroDivisionError"}
+"""Errors that no operation may raise."""
+EXIT_CODES = {0, 3, 5, 6, 8, 9, 10, 12, -signal.SIGKILL}
+"""Of commands: nothing is there, another gc runs, a flip is in progress, the tier fails, is full or forbidden."""
+
+
+class DiedError(Exception):
+    """A worker was killed before it answered."""
+
+
+class Slot:
+    """A writer's place: a directory of the store, and the process that works there now."""
+
+    def __init__(self, host, number):
+        self.host, self.number = host, number
+        self.directory = f"h{host.number}w{number}"
+        self.is_torch = number == WRITERS
+        self.child = self.socket = self.flight = self.died_at = None
+
+    def drop(self):
+        if self.socket is not None:
+            self.socket.close()
+        self.socket = None
+
+
+class Host:
+    """A host: a state directory, a folder of segments, writers, commands, a flusher and a mount."""
+
+    def __init__(self, number, base, slots):
+        self.number = number
+        self.state, self.shm, self.mounted = (base / f"{name}{number}" for name in ("state", "shm", "mount"))
+        self.slots = [Slot(self, each) for each in range(slots)]
+        self.flusher = self.mount = self.due_at = None
+        self.is_older_due = self.has_conflicts = False
+        self.commands = []
+        self.make()
+
+    def make(self):
+        for path in (self.state, self.shm, self.mounted):
+            path.mkdir(mode=0o700, exist_ok=True)
+
+
+def runs(child):
+    return child is not None and not child.has_ended()
+
+
+def reap(child):
+    if child is not None:
+        child.wait(HANG_S)
+
+
+class World:
+    """Hosts, a store, what was promised, and the counts of the report."""
+
+    def __init__(self, base, seed, log, *, faults):
+        self.base, self.seed, self.log, self.faults = base, seed, log, faults
+        self.url = f"file://{base}/store"
+        os.environ["TIERFS_STATE_DIR"] = str(base / "driver")
+        tierfs.init(self.url, lease_s=LEASE_S, grace_s=GRACE_S)
+        self.zygotes = [Zygote(PROGRAM), Zygote(PROGRAM, "--torch")]
+        (base / "faults").mkdir()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(base / "sock"))
+        self.listener.listen(4)
+        self.listener.settimeout(HANG_S)
+        self.hosts = [Host(number, base, WRITERS + 1) for number in range(HOSTS)]
+        self.reader = Host(9, base, 1).slots[0]  # it has no local tiers, and no fault strikes it
+        self.model = Model()
+        self.timers, self.numbers = [], itertools.count()
+        self.calm_at = self.started = time.monotonic()  # when the last stop or outage ended
+        self.trained = Counter()
+        self.kills, self.done, self.flips, self.outcomes, self.acknowledged = (Counter() for _ in range(5))
+        self.slowest = Counter()
+        self.growth = []
+
+    # -- processes
+
+    def start(self, role, host, *, torch=False, **spec):
+        number, is_bare = next(self.numbers), host.number == 9
+        common = {
+            "role": role, "url": self.url, "ram": RAM, "nvme": NVME, "bare": is_bare, "mount": str(host.mounted),
+            "state": str(host.state), "shm": str(host.shm), "log": str(self.base / f"host{host.number}.log"),
+            "socket": str(self.base / "sock"), "notes": str(self.base / "faults"), "seed": f"{self.seed} {number}",
+            "faults": 0 if is_bare else self.faults, "outage": "" if is_bare else str(self.base / "outage"),
+            "clock_s": (number % 5 == 4) * (number % 13 - 6) * 3600,
+        }  # fmt: skip
+        return Child(self.zygotes[torch], {**common, **spec})
+
+    def command(self, host, *words, **spec):
+        child = self.start("command", host, words=[*words, *spec.pop("after", ())], **spec)
+        child.words = words
+        return child
+
+    def start_flusher(self, host):
+        tiers = ["--state-dir", str(host.state), "--ram", RAM, "--nvme", NVME]
+        upkeep = ["--gc-every", "20s", "--scrub-bandwidth", "5MB"]
+        version = OLDER if host.is_older_due else None
+        reap(host.flusher)
+        host.flusher = self.command(host, "flusher", "run", f"tierfs::{self.url}", *tiers, *upkeep, version=version)
+        host.due_at, host.is_older_due = None, False
+
+    def supervise(self):
+        """Start flushers again that have ended, as systemd does."""
+        for host in self.hosts:
+            if not runs(host.flusher):
+                host.due_at = host.due_at or time.monotonic() + 0.05
+                if time.monotonic() >= host.due_at:
+                    self.start_flusher(host)
+
+    def start_mount(self, host):
+        if not runs(host.mount):
+            self.unmount(host)
+            reap(host.mount)
+            words = ["mount", f"tierfs::{self.url}", str(host.mounted), "--foreground", "--ack", "staged"]
+            host.mount = self.command(host, *words)
+            ends = time.monotonic() + HANG_S
+            while not os.path.ismount(host.mounted):
+                if host.mount.has_ended(0.02) or time.monotonic() > ends:
+                    raise BrokenPromiseError("error", f"the mount of host {host.number} does not start, see its log")
+
+    def unmount(self, host):
+        subprocess.run(["umount", "-l", str(host.mounted)], check=False, capture_output=True)
+
+    def alive(self, slot):
+        """Start a process for a slot if it has none. The new one first checks what its predecessors were promised.
+
+        Raises:
+            DiedError: It was killed while it did that.
+        """
+        if slot.socket is not None:
+            return
+        while runs(slot.child):  # it was killed, but a mount still works for it
+            self.pump(0.05)
+        reap(slot.child)
+        slot.child = self.start("worker", slot.host, torch=slot.is_torch, directory=slot.directory)
+        try:
+            slot.socket = self.listener.accept()[0]
+        except TimeoutError:
+            raise BrokenPromiseError("hang", f"a worker of {slot.directory} does not start") from None
+        died_at, slot.died_at = slot.died_at, None
+        if died_at is not None:
+            self.check_own(slot)
+            self.note_slowest("recovery_s", time.monotonic() - died_at)
+
+    def note_slowest(self, what, seconds):
+        self.slowest[what] = max(self.slowest[what], round(seconds, 2))
+
+    def kill(self, who, host, slot=None):
+        """Kill processes of a host, and count them."""
+        if who in ("mount", "host"):
+            self.kill_one("mount", host.mount)
+        if who in ("flusher", "both", "host"):
+            self.kill_one("flusher", host.flusher)
+        for each in host.slots if who == "host" else [slot] if who in ("worker", "both") else []:
+            if each.socket is not None:
+                self.kill_one("torch worker" if each.is_torch else "worker", each.child)
+                self.ended(each)
+        for command in host.commands if who in ("command", "host") else ():
+            self.kill_one("command", command)
+
+    def end(self, host):
+        """Kill all processes of a host, and wait until they have ended."""
+        self.kill("host", host)
+        self.unmount(host)
+        for child in (host.flusher, host.mount, *host.commands, *(slot.child for slot in host.slots)):
+            reap(child)
+
+    def kill_one(self, what, child):
+        if runs(child):
+            self.kills[what] += 1
+            child.send(signal.SIGKILL)
+
+    def ended(self, slot):
+        """Note that the process of a slot is dead. Its operation may have happened or not."""
+        slot.drop()
+        slot.died_at = time.monotonic()
+        flight, slot.flight = slot.flight, None
+        self.outcomes["lost answers"] += flight is not None
+
+    def at(self, ms, what):
+        heapq.heappush(self.timers, (time.monotonic() + ms / 1000, next(self.numbers), what))
+
+    # -- requests and answers
+
+    def send(self, slot, request, done=lambda answer: None, told=None):
+        """Send a request. ``done`` gets the result, unless there is an error or the worker dies."""
+        begun = time.monotonic()
+        flight = slot.flight = {"begun": begun, "request": request, "done": done, "told": told, "answer": None}
+        try:
+            slot.socket.send(json.dumps(request).encode())
+        except OSError:
+            slot.child.wait()
+            self.ended(slot)
+        return flight
+
+    def call(self, slot, **request):
+        """Send a request and return the answer.
+
+        Raises:
+            DiedError: The worker was killed first.
+        """
+        self.until_idle(slot)
+        self.alive(slot)
+        flight = self.send(slot, request)
+        self.until_idle(slot)
+        if flight["answer"] is None:
+            raise DiedError(slot.directory)
+        return flight["answer"]
+
+    def until_idle(self, *slots):
+        for slot in slots:
+            while slot.flight is not None:
+                self.pump(0.05)
+
+    def pump(self, patience_s=0.0):
+        """Handle answers and timers until something happened or the time is over."""
+        while self.timers and self.timers[0][0] <= time.monotonic():
+            heapq.heappop(self.timers)[2]()
+        self.supervise()
+        if self.timers:
+            patience_s = max(0.0, min(patience_s, self.timers[0][0] - time.monotonic()))
+        busy = {slot.socket.fileno(): slot for slot in self.slots() if slot.flight is not None}
+        poll = select.poll()
+        for number in busy:
+            poll.register(number, select.POLLIN)
+        for number, _ in poll.poll(patience_s * 1000):
+            self.receive(busy[number])
+        for slot in busy.values():
+            flight = slot.flight
+            if flight is not None and time.monotonic() - max(flight["begun"], self.calm_at) > HANG_S:
+                slot.child.send(signal.SIGUSR1)  # its stacks go to the log
+                time.sleep(1)
+                raise BrokenPromiseError(
+                    "hang", f"{slot.directory} has been busy for {HANG_S} s with {flight['request']}"
+                )
+
+    def slots(self):
+        return [slot for host in self.hosts for slot in host.slots] + [self.reader]
+
+    def receive(self, slot):
+        if slot.flight is None:
+            return
+        data = slot.socket.recv(1 << 20)
+        if not data:
+            raise BrokenPromiseError("error", f"{slot.directory} ended with {slot.child.wait()}, see {self.base}")
+        answer, flight = json.loads(data), slot.flight
+        if "seconds" not in answer:
+            flight["told"](answer)
+            return
+        slot.flight, flight["answer"] = None, answer
+        self.note_slowest(f"{flight['request']['do']}_s", answer["seconds"])
+        if "done" in answer:
+            flight["done"](answer["done"])
+        else:
+            self.refused(slot, flight["request"], answer)
+
+    def refused(self, slot, request, answer):
+        """Count an error. The operation may have happened or not."""
+        self.log.write(json.dumps({"refused": request, "answer": answer}) + "\n")
+        self.outcomes[f"{request['do']}: {answer['error']}"] += 1
+        if answer["error"] in OURS:
+            raise BrokenPromiseError("error", f"{request}: {answer}")
+        if answer["conflict"]:
+            slot.host.has_conflicts = True
+
+    def discard(self, slot):
+        """Give up conflicts, as a person would. Only a late request, or a write in an outage, may cause one."""
+        if not self.faults:
+            raise BrokenPromiseError("loss", f"a conflict on host {slot.host.number}")
+        self.outcomes["conflicts"] += len(self.call(slot, do="discard").get("done", ()))
+        self.model.lose(f"h{slot.host.number}", "object")
+        slot.host.has_conflicts = False
+
+    # -- steps
+
+    def do(self, step):
+        if "slot" not in step or step["do"] == "flip":
+            getattr(self, f"do_{step['do']}")(step)
+        else:
+            slot = self.slot(step["slot"])
+            self.until_idle(slot)
+            with contextlib.suppress(DiedError):
+                if step.get("door") == "mount":
+                    self.start_mount(slot.host)
+                self.alive(slot)
+                if slot.host.has_conflicts:
+                    self.discard(slot)
+                getattr(self, f"do_{step['do']}", self.change)(slot, step)
+                self.done[step["do"]] += 1
+            if "kill" in step:
+                self.at(step["kill"]["ms"], lambda: self.kill(step["kill"]["who"], slot.host, slot))
+        self.pump()
+
+    def slot(self, place):
+        return self.hosts[place[0]].slots[place[1]]
+
+    def change(self, slot, step):
+        """Send a change, and acknowledge it in the model when its answer arrives."""
+        name, other, level = (step.get(each) for each in ("name", "to", "level"))
+        changes = []
+        match step["do"]:
+            case "write":
+                changes = [(name, {tuple(step["content"])})]
+            case "save":
+                changes = [(name, {step["number"]})]
+            case "remove":
+                changes = [(name, {None})]
+            case "copy":
+                changes = [(other, self.possible(slot, name) - {None})]
+            case "move":
+                changes = [(other, self.possible(slot, name) - {None}), (name, {None})]
+        paths = [(self.model.path(f"{slot.directory}/{each}"), values) for each, values in changes if values]
+        attempts = [(path, path.begin(values)) for path, values in paths]
+        if step["do"] == "wait":
+            attempts = [(path, path.floors["staged"]) for path in self.model.below(slot.directory).values()]
+        if step["do"] == "ack":
+            attempts = [(path := self.model.path(f"{slot.directory}/{name}"), path.floors["staged"])]
+
+        def done(result):
+            for path, index in attempts:
+                if (result or level) not in (None, "none"):
+                    path.acknowledge(index, result or level)
+            if step["do"] in ("write", "save"):
+                self.acknowledged[level] += step["content"][1] if "content" in step else 80_000
+
+        self.send(slot, {each: step[each] for each in step if each not in ("n", "slot", "kill")}, done)
+
+    def possible(self, slot, name):
+        path = self.model.path(f"{slot.directory}/{name}")
+        return path.possible(path.floors["staged"])
+
+    def do_listed(self, slot, step):
+        floors = {name: path.floors["staged"] for name, path in self.model.below(slot.directory).items()}
+
+        def done(result):
+            found = {f"{slot.directory}/{name}" for name in result}
+            for name, floor in floors.items():
+                values = self.model.path(name).possible(floor)
+                if (None not in values and name not in found) or (values == {None} and name in found):
+                    raise BrokenPromiseError(
+                        "loss", f"a listing of {slot.directory} has {sorted(found)}; {name} is one of {values}"
+                    )
+
+        self.send(slot, {"do": "listed"}, done)
+
+    def do_read(self, slot, step):
+        of = self.slot(step["of"])
+        self.check(slot, of.directory, step["door"])
+
+    def check_own(self, slot):
+        self.check(slot, slot.directory, "cat")
+        self.until_idle(slot)
+        if slot.socket is None:
+            raise DiedError(slot.directory)
+
+    def check(self, slot, directory, door, names=None):
+        """Let a slot read all files of a directory, or these, and check the answers when they arrive."""
+        level = "staged" if directory.startswith(f"h{slot.host.number}") else "object"
+        known = self.model.below(directory) if names is None else {name: self.model.path(name) for name in names}
+        floors = {name: path.floors[level] for name, path in known.items() if not name.endswith("/trained")}
+        is_calm = time.monotonic() > self.calm_at
+
+        def done(result):
+            self.done["files read"] += len(floors)
+            for name, found in result.items():
+                if not is_calm and isinstance(found, str) and found.startswith("error: "):
+                    self.outcomes["reads in an outage or a stop"] += 1
+                    continue
+                index = self.model.check(name, found, floors[name], slot.directory)
+                if directory == slot.directory:
+                    self.model.path(name).acknowledge(index, "staged")
+
+        if floors:
+            do = "load" if directory.endswith(f"w{WRITERS}") else "read"
+            self.send(slot, {"do": do, "paths": list(floors), "door": door}, done)
+
+    def do_train(self, slot, step):
+        name = f"{slot.directory}/trained"
+        path, first = self.model.path(name), self.trained[name]
+        floor = path.floors["staged"]
+        self.trained[name] += step["count"]
+        indexes = {number: path.begin([number]) for number in range(first, first + step["count"])}
+
+        def told(answer):
+            if "restored" in answer:
+                path.acknowledge(self.model.check(name, answer["restored"], floor, slot.directory), "staged")
+            else:
+                path.acknowledge(indexes[answer["saved"]], step["level"])
+                self.acknowledged[step["level"]] += 20_000
+
+        self.send(slot, {"do": "train", "first": first, "count": step["count"], "level": step["level"]}, told=told)
+
+    def do_kill(self, step):
+        host = self.hosts[step["host"]]
+        self.kill(step["who"], host)
+        host.due_at, host.is_older_due = time.monotonic() + step["back_ms"] / 1000, step["older"]
+
+    def do_stop(self, step):
+        host = self.hosts[step["host"]]
+        child = host.slots[step["who"]].child if isinstance(step["who"], int) else getattr(host, step["who"])
+        if runs(child):
+            child.send(signal.SIGSTOP)
+            self.outcomes["stops"] += 1
+            self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
+            self.at(step["ms"], lambda: child.send(signal.SIGCONT))
+
+    def do_outage(self, step):
+        """Let the object tier refuse every request for a while."""
+        place = self.base / "outage"
+        place.touch()
+        self.outcomes["outages"] += 1
+        self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
+        self.at(step["ms"], lambda: place.unlink(missing_ok=True))
+
+    def do_command(self, step):
+        host = self.hosts[step["host"]]
+        host.commands = [each for each in host.commands if runs(each) or self.check_command(each)]
+        host.commands.append(self.command(host, *step["words"], f"tierfs::{self.url}"))
+        self.done[f"tierfs {step['words'][0]}"] += 1
+        if "kill" in step:
+            self.at(step["kill"]["ms"] * 10, lambda: self.kill("command", host))
+
+    def check_command(self, command):
+        status = command.wait(HANG_S)
+        self.outcomes[f"{command.words[0]}: exit {status}"] += 1
+        if status not in EXIT_CODES:
+            raise BrokenPromiseError("error", f"tierfs {' '.join(command.words)} ends with {status}, see {self.base}")
+
+    def do_container(self, step):
+        """End all processes of a host, and lose its shared memory."""
+        self.lose_host(self.hosts[step["host"]], "local")
+
+    def do_lose(self, step):
+        """Lose a host, with all that it had."""
+        self.lose_host(self.hosts[step["host"]], "object")
+
+    def lose_host(self, host, level):
+        self.end(host)
+        for path in (host.shm, host.state) if level == "object" else (host.shm,):
+            shutil.rmtree(path)
+        host.make()
+        self.model.lose(f"h{host.number}", level)
+        self.outcomes[f"all below {level} lost"] += 1
+
+    def do_flip(self, step):
+        slot = self.slot(step["slot"])
+        with contextlib.suppress(DiedError):
+            self.until_idle(slot)
+            self.alive(slot)
+            soak_harm.flip(self, slot, step["name"], step["tiers"], step["at"])
+
+    # -- everything in the object tier
+
+    def do_settle(self, step):
+        """Wait until everything is in the object tier, and check all of it there, and on each host."""
+        self.until_idle(*self.slots())
+        while self.timers or time.monotonic() < self.calm_at + LATE_S:
+            self.pump(0.1)
+        begun = time.monotonic()
+        for host in self.hosts:
+            self.settle_host(host, begun)
+            for path in self.model.below(f"h{host.number}").values():
+                path.acknowledge(path.floors["staged"], "object")
+        self.note_slowest("settling_s", time.monotonic() - begun)
+        for host in self.hosts:
+            for command in host.commands:
+                self.check_command(command)
+            host.commands = []
+        self.audit()
+        self.measure()
+
+    def settle_host(self, host, begun):
+        while True:
+            with contextlib.suppress(DiedError):
+                if host.has_conflicts:
+                    self.discard(host.slots[0])
+                if "error" not in self.call(host.slots[0], do="wait", level="object", everything=True):
+                    return
+            if time.monotonic() - begun > SETTLE_S:
+                raise BrokenPromiseError("hang", f"host {host.number} does not settle: see {self.log.name}")
+
+    def audit(self):
+        """Check everything by a process without local tiers, then on its host. Forget what is superseded."""
+        for host in self.hosts:
+            for slot in host.slots:
+                self.alive(self.reader)
+                self.check(self.reader, slot.directory, "cat")
+                self.alive(slot)
+                self.check_own(slot)
+                self.until_idle(self.reader)
+        for name, path in self.model.paths.items():
+            path.settle(is_read=not name.endswith("/trained"))
+        if (status := self.command(self.reader.host, "verify", f"tierfs::{self.url}").wait(HANG_S)) != 0:
+            raise BrokenPromiseError("loss", f"tierfs verify ends with {status}, see {self.base}/host9.log")
+        self.done["audits"] += 1
+
+    # -- the report
+
+    def measure(self):
+        def of(child, name):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{child.pid}/status").read_text()
+                return int(status.partition(f"{name}:")[2].split()[0])
+            return 0
+
+        def descriptors(child):
+            with contextlib.suppress(OSError):
+                return len(os.listdir(f"/proc/{child.pid}/fd"))
+            return 0
+
+        flushers = [host.flusher for host in self.hosts if host.flusher is not None]
+        self.growth.append(
+            {
+                "seconds": round(time.monotonic() - self.started),
+                "flushers_rss_bytes": max(of(child, "VmRSS") for child in flushers) << 10,
+                "flushers_descriptors": max(map(descriptors, flushers)),
+                "shm_bytes": sum(soak_harm.bytes_below(host.shm) for host in self.hosts),
+                "nvme_bytes": sum(soak_harm.bytes_below(host.state) for host in self.hosts),
+                "store_bytes": soak_harm.bytes_below(self.base / "store"),
+            }
+        )
+
+    def figures(self, failure):
+        kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs"}
+        found = dict.fromkeys((*kinds.values(), "errors"), 0)
+        if failure is not None:
+            found[kinds.get(failure.kind, "errors")] = 1
+        is_flip = {name: name.startswith("flipped ") for name in self.flips}
+        return {
+            "seconds": round(time.monotonic() - self.started),
+            "kills": dict(self.kills),
+            "faults": {path.name: path.stat().st_size for path in sorted((self.base / "faults").iterdir())},
+            "flips": {name[8:]: count for name, count in self.flips.items() if is_flip[name]},
+            "damage": {name: count for name, count in self.flips.items() if not is_flip[name]},
+            "operations": dict(self.done),
+            "acknowledged_bytes": dict(self.acknowledged),
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "slowest": dict(self.slowest),
+            "growth": self.growth[:: len(self.growth) // 12 + 1],
+            **found,
+        }
+
+    def close(self):
+        for host in [*self.hosts, self.reader.host]:
+            self.end(host)
+        for zygote in self.zygotes:
+            zygote.close()
+        self.listener.close()
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def run(steps, given, ends_at, events, *, keep=True):
+    """Run steps until the time is over. Return the figures, and the failure if there was one."""
+    base = Path(tempfile.mkdtemp(prefix="tierfs-soak-", dir="/dev/shm"))
+    failure = None
+    with events.open("w") as log:
+        world = World(base, given.seed, log, faults=given.faults)
+        try:
+            for step in steps:
+                log.write(json.dumps({"step": step, "s": round(time.monotonic() - world.started, 3)}) + "\n")
+                world.do(step)
+                if time.monotonic() > ends_at:
+                    break
+            world.do_settle({})
+        except (BrokenPromiseError, AssertionError) as failed:
+            failure = failed if isinstance(failed, BrokenPromiseError) else BrokenPromiseError("hang", str(failed))
+            log.write(json.dumps({"failed": str(failure)}) + "\n")
+        finally:
+            figures = world.figures(failure)
+            world.close()
+            if failure is not None and keep:
+                kept = Path(tempfile.gettempdir(), f"soak-failed-{given.seed}-{os.getpid()}")
+                shutil.copytree(base, kept, ignore=shutil.ignore_patterns("*sock"))
+                print(f"{failure}\nkept: {kept}", file=sys.stderr)
+            shutil.rmtree(base, ignore_errors=True)
+    return figures, failure
+
+
+def replay(given, ends_at):
+    """Run the steps of an event log again, and look for a shorter list that still fails."""
+    lines = map(json.loads, given.replay.read_text().splitlines())
+    steps = [line["step"] for line in lines if "step" in line]
+    again = given.replay.with_suffix(".again")
+    failure = run(steps, given, ends_at, again)[1]
+    print(f"{len(steps)} steps: {failure}")
+    size = len(steps) // 2
+    while failure is not None and size and time.monotonic() < ends_at:
+        for at in range(0, len(steps), size):
+            fewer = steps[:at] + steps[at + size :]
+            if run(fewer, given, ends_at, again, keep=False)[1] is not None:
+                steps = fewer
+                print(f"{len(steps)} steps still fail")
+                break
+        else:
+            size //= 2
+    shortest = given.replay.with_suffix(".shortest")
+    shortest.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    print(f"the shortest list: {shortest}")
+    return failure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hours", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=float, default=0.03, help="probability that a request to the store fails")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--events", type=Path, help="the event log; it is removed if nothing fails")
+    parser.add_argument("--replay", type=Path, metavar="EVENTS")
+    given = parser.parse_args()
+    ends_at = time.monotonic() + given.hours * 3600
+    if given.replay:
+        sys.exit(replay(given, ends_at) is not None)
+    events = given.events or Path(tempfile.gettempdir(), f"soak-{os.getpid()}.jsonl")
+    figures, failure = run(schedule(given.seed), given, ends_at, events)
+    report = {
+        "command": f"python integration/soak.py --hours {given.hours:g} --seed {given.seed} --faults {given.faults:g}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cores": os.cpu_count()},
+        "failure": None if failure is None else str(failure),
+        "figures": figures,
+    }
+    text = json.dumps(report, indent=1)
+    if given.report:
+        given.report.write_text(text + "\n")
+    print(text)
+    if failure is not None:
+        sys.exit(f"again: python integration/soak.py --seed {given.seed} --faults {given.faults} --replay {events}")
+    events.unlink()
+
+
+if __name__ == "__main__":
+    main()

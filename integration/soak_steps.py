@@ -1,0 +1,91 @@
+"""The steps of a soak run: what is done, where, and what dies meanwhile. They follow from the seed alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+HOSTS, WRITERS = 2, 3
+SETTLE_EVERY = 250
+NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")
+SIZES = (10, 900, 60_000, 70_000, 300_000, 1_300_000)
+COMMANDS = (["gc"], ["scrub"], ["scrub", "--tier", "nvme"], ["scrub", "--tier", "ram"], ["evict", "--tier", "ram"])
+COMMANDS += (["evict", "--tier", "nvme"], ["status"], ["du"])
+FLIPS = (["ram"], ["nvme"], ["ram", "nvme"], ["chunk"], ["record"])
+CHANGES = {"write": 44, "move": 7, "copy": 5, "remove": 6, "wait": 5, "ack": 3, "evict": 3, "prefetch": 2, "listed": 3}
+
+
+def schedule(seed):
+    """Yield the steps of a seed."""
+    noise = random.Random(f"soak {seed}")
+    for number in itertools.count(1):
+        yield {"n": number, **({"do": "settle"} if number % SETTLE_EVERY == 0 else drawn(noise, number))}
+
+
+def drawn(noise, number):
+    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "container", "lose")
+    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.5, 0.3))
+    host, writer = noise.randrange(HOSTS), noise.randrange(WRITERS)
+    match kind:
+        case "files":
+            return of_files(noise, number, [host, writer])
+        case "checkpoints":
+            return of_checkpoints(noise, number, [host, WRITERS])
+        case "read":
+            of = [noise.randrange(HOSTS), noise.randrange(WRITERS)]
+            return {"do": "read", "slot": [host, writer], "of": of, "door": noise.choice(["cat", "open"])}
+        case "flip":
+            where = {"name": noise.choice(NAMES), "tiers": noise.choice(FLIPS), "at": noise.random()}
+            return {"do": "flip", "slot": [host, writer], **where}
+        case "kill":
+            back = {"back_ms": round(noise.expovariate(1 / 150)), "older": noise.random() < 0.2}
+            return {"do": "kill", "host": host, "who": noise.choice(["flusher"] * 4 + ["mount"]), **back}
+        case "stop":
+            who = noise.choice(["flusher", "mount", *range(WRITERS)])
+            return {"do": "stop", "host": host, "who": who, "ms": noise.choice([20, 300, 2500])}
+        case "command":
+            return {"do": "command", "host": host, "words": noise.choice(COMMANDS), **kill(noise, 0.3, ["command"])}
+        case "outage":
+            return {"do": "outage", "ms": noise.choice([50, 300])}
+    return {"do": kind, "host": host}
+
+
+def kill(noise, probability, who):
+    if noise.random() >= probability:
+        return {}
+    return {"kill": {"who": noise.choice(who), "ms": round(min(noise.expovariate(1 / 12), 400), 1)}}
+
+
+def of_files(noise, number, slot):
+    (do,) = noise.choices(list(CHANGES), list(CHANGES.values()))
+    name, other = noise.sample(NAMES, 2)
+    (level,) = noise.choices(("staged", "local", "object"), (5, 3, 2))
+    step = {"do": do, "slot": slot}
+    match do:
+        case "write":
+            size = noise.choice(SIZES) if noise.random() < 0.98 else 17_000_000
+            # Some contents are those of other writers, too, so that they share chunks.
+            content = [noise.randrange(8), 300_000] if noise.random() < 0.2 else [1000 + number, size + number % 7]
+            door = noise.choice(["pipe", "open", "mount"])
+            level = "staged" if door == "mount" else level
+            step |= {"name": name, "content": content, "level": level, "door": door}
+        case "move" | "copy":
+            step |= {"name": name, "to": other, "level": level}
+        case "remove":
+            step |= {"name": name, "level": level}
+        case "wait":
+            step |= {"level": noise.choice(["local", "object"])}
+        case "ack":
+            step |= {"name": name}
+        case "evict" | "prefetch":
+            step |= {"name": name, "tier": noise.choice(["ram", "nvme"])}
+    who = ["mount", "mount", "worker", "flusher"] if step.get("door") == "mount" else ["worker"] * 3
+    return {**step, **kill(noise, 0.5, [*who, "worker", "flusher", "both", "host"])}
+
+
+def of_checkpoints(noise, number, slot):
+    level = noise.choice(["staged", "local", "object"])
+    step = {"do": "save", "slot": slot, "name": noise.choice(["one", "two"]), "number": number, "level": level}
+    if noise.random() < 0.3:
+        step = {"do": "train", "slot": slot, "count": noise.randrange(1, 4), "level": level}
+    return {**step, **kill(noise, 0.5, ["worker", "worker", "flusher", "both"])}

@@ -1,0 +1,359 @@
+"""The processes of `soak`: workers that do one operation after another, and commands of tierfs.
+
+As a program it forks the requested processes, as ``tests/support/killing.py`` does. ``--torch`` imports torch first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import killing
+
+from tierfs.clock import SystemClock
+from tierfs.errors import ConflictError, StoreError
+from tierfs.objects import registry
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.testing import Fault, FaultyObjects
+
+NUMBERS = 20_000  # of a tensor
+PATIENCE_S = 40
+ATTEMPTS = 4
+FAULTS = {
+    Fault.REFUSED: 6,
+    Fault.LOST_RESPONSE: 6,
+    Fault.LATE: 2,
+    Fault.BIT_FLIP: 3,
+    Fault.SHORT_READ: 2,
+    Fault.SLOW: 3,
+    Fault.FULL: 1,
+    Fault.DENIED: 1,
+}
+
+
+def digest_of(data):
+    """Return what names a content in answers: its length and its digest."""
+    import xxhash
+
+    return f"{len(data)}-{xxhash.xxh3_128_hexdigest(data)}"
+
+
+# -- faults of the object tier -----------------------------------------------------------------------------------------
+
+
+class StruckObjects(WrappedObjects):
+    """An object tier whose requests a fault strikes with a probability.
+
+    Each fault is noted as a byte at the end of a file of its kind: a process may be killed at any time.
+    """
+
+    def __init__(self, inner, spec, noise):
+        super().__init__(FaultyObjects(inner, seed=noise.randrange(1 << 30), clock=SystemClock()))
+        self._probability, self._notes, self._outage = spec["faults"], spec["notes"], spec["outage"]
+        self._noise = noise
+
+    def _around(self, request, send):
+        self._maybe_strike(request.method)
+        return send()
+
+    def _around_list(self, request, send):
+        self._maybe_strike("list")
+        return send()
+
+    def _maybe_strike(self, method):
+        if os.path.exists(self._outage):
+            self._note("outage")
+            raise StoreError("the object tier is away", transient=True, tier="object")
+        if self._noise.random() >= self._probability:
+            return
+        possible = [fault for fault in FAULTS if method in fault.methods]
+        (fault,) = self._noise.choices(possible, [FAULTS[each] for each in possible])
+        self.inner.inject(fault, method=method, seconds=self._noise.uniform(0.02, 0.4))
+        self._note(fault.value)
+        if fault is Fault.LATE:
+            late = threading.Timer(self._noise.uniform(0.05, 1.5), self.inner.deliver_late)
+            late.daemon = True
+            late.start()
+
+    def _note(self, kind):
+        with open(f"{self._notes}/{kind}", "ab") as file:
+            file.write(b".")
+
+
+def strike_objects(spec):
+    if spec["bare"]:
+        return
+    noise, local = random.Random(spec["seed"]), registry.LocalObjects
+    registry.LocalObjects = lambda path: StruckObjects(local(path), spec, noise)
+
+
+def jump_clock(seconds):
+    """Let the wall clock of this process be wrong by some seconds."""
+    real = time.time_ns
+    SystemClock.now_ns = lambda self: real() + int(seconds * 1e9)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One process that uses the store through its doors."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def options(self, level):
+        if self.spec["bare"]:
+            return {"ack": "object", "ram": "0", "nvme": "0", "state_dir": self.spec["state"]}
+        tiers = {name: self.spec[name] for name in ("ram", "nvme")}
+        return {"ack": level, "state_dir": self.spec["state"], "timeout": PATIENCE_S, **tiers}
+
+    @functools.cache  # noqa: B019 - it lives as long as the process
+    def fs(self, level="staged"):
+        import fsspec
+
+        return fsspec.url_to_fs(f"tierfs::{self.spec['url']}", **self.options(level))
+
+    def at(self, name, level="staged"):
+        fs, root = self.fs(level)
+        return fs, f"{root}/{self.spec['directory']}/{name}"
+
+    def write(self, name, content, level, door):
+        data = killing.content(*content)
+        if door == "mount":
+            place = Path(self.spec["mount"], self.spec["directory"], name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part = place.with_name(f"{place.name}.part")
+            part.write_bytes(data)
+            os.replace(part, place)
+            return
+        fs, place = self.at(name, level)
+        if door == "pipe":
+            fs.pipe_file(place, data)
+            return
+        with fs.open(place, "wb") as file:
+            for at in range(0, len(data), 200_000):
+                file.write(data[at : at + 200_000])
+
+    def move(self, name, to, level):
+        fs, source = self.at(name, level)
+        fs.mv(source, self.at(to)[1])
+
+    def copy(self, name, to, level):
+        fs, source = self.at(name, level)
+        fs.cp_file(source, self.at(to)[1])
+
+    def remove(self, name, level):
+        fs, place = self.at(name, level)
+        fs.rm_file(place)
+
+    def read(self, paths, door="cat", attempts=ATTEMPTS):
+        """Return the digest of each path's content, or None. An error is repeated, then returned as text."""
+        read = {"cat": self.cat, "open": self.in_pieces}[door]
+        return {path: self.asked(lambda path=path: digest_of(read(path)), attempts) for path in paths}
+
+    def asked(self, question, attempts=ATTEMPTS):
+        for attempt in range(attempts):
+            time.sleep(0.05 * 4**attempt if attempt else 0)
+            try:
+                return question()
+            except FileNotFoundError:
+                return None
+            except BaseException as error:  # torch's own error is no Exception
+                if "NotFoundError: no checkpoint" in str(error):
+                    return None
+                told = f"error: {type(error).__name__}: {error}"
+        return told[:3000]
+
+    def cat(self, path):
+        fs, root = self.fs()
+        return fs.cat_file(f"{root}/{path}")
+
+    def in_pieces(self, path):
+        fs, root = self.fs()
+        with fs.open(f"{root}/{path}", "rb") as file:
+            return b"".join(iter(lambda: file.read(150_000), b""))
+
+    def listed(self):
+        """Return the names below the directory."""
+        fs, place = self.at("")
+        try:
+            return [each[len(place) :] for each in fs.find(place)]
+        except FileNotFoundError:
+            return []
+
+    def wait(self, level, everything=False):
+        fs, root = self.fs()
+        fs.wait(root if everything else self.at("")[1], level, timeout=PATIENCE_S)
+
+    def ack(self, name):
+        fs, place = self.at(name)
+        return fs.ack(place)
+
+    def evict(self, name, tier):
+        fs, place = self.at(name)
+        fs.evict(place, tier=tier)
+
+    def prefetch(self, name, tier):
+        fs, place = self.at(name)
+        fs.prefetch(place, tier=tier)
+
+    def discard(self):
+        """Discard all conflicts of the host, and return their paths."""
+        from tierfs.session import open_store, parse_url
+        from tierfs.store import discard_conflict
+
+        fs, root = self.fs()
+        paths = sorted({each["path"] for each in fs.status(root)["conflicts"]})
+        store = open_store(parse_url(self.spec["url"]))[0]
+        for path in paths:
+            discard_conflict(store, path)
+        return paths
+
+    def chunks(self, name):
+        """Return the digests of a file's chunks in the object tier, with their keys, and the key of its record."""
+        from tierfs.format import keys
+        from tierfs.session import parse_url
+        from tierfs.session.open import open_bare
+        from tierfs.store import stat
+
+        path = f"{self.spec['directory']}/{name}"
+        manifest = stat(open_bare(parse_url(self.spec["url"]))[0], path).manifest
+        rows = [] if manifest is None else manifest.rows
+        found = [[row.name.digest.hex(), keys.chunk_key(row.name)] for row in rows]
+        return {"chunks": found, "record": keys.record_key(path)}
+
+    # -- checkpoints
+
+    @functools.cached_property
+    def dcp(self):
+        import torch.distributed.checkpoint
+
+        return torch.distributed.checkpoint
+
+    def state(self, number):
+        import torch
+
+        large = torch.arange(NUMBERS, dtype=torch.float32).mul_(number + 1)
+        return {"large": large, "small": torch.full((5,), float(number)), "number": number}
+
+    def save(self, name, number, level):
+        from tierfs.dcp import TierWriter
+
+        place = f"tierfs::{self.spec['url']}/{self.spec['directory']}/{name}"
+        self.dcp.save(self.state(number), storage_writer=TierWriter(place, **self.options(level)))
+
+    def load(self, paths, door):
+        """Return the number of the save that each checkpoint holds, None, or -1 if its parts do not fit together."""
+        return {path: self.asked(lambda path=path: self.loaded(path)) for path in paths}
+
+    def loaded(self, path):
+        from tierfs.dcp import TierReader
+
+        place, state = f"tierfs::{self.spec['url']}/{path}", self.state(0)
+        self.dcp.load(state, storage_reader=TierReader(place, **self.options("staged")))
+        wanted = self.state(state["number"])
+        right = all(bool((state[name] == wanted[name]).all()) for name in ("large", "small"))
+        return state["number"] if right else -1
+
+    def train(self, first, count, level):
+        """Train with a `Manager`: restore, then save some steps. Tell the restored step and each saved one."""
+        import torch
+
+        from tierfs.train import Every, Manager, TrainState
+
+        model = torch.nn.Linear(40, 40)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = TrainState(model=model, optimizer=optimizer, scheduler=None, dataloader=None)
+        place = f"tierfs::{self.spec['url']}/{self.spec['directory']}/trained"
+        options = {**self.options(level), "save": [Every(steps=1)], "keep": [Every(steps=5)], "on_error": "raise"}
+        with Manager(place, **options) as manager:
+            restored = manager.restore(state)
+            found = None if restored is None else restored.step
+            if found is not None and not bool((model.weight == float(found)).all()):
+                found = -1
+            self.say(restored=found)
+            for step in range(max(first, 0 if found is None else found + 1), first + count):
+                with torch.no_grad():
+                    model.weight.fill_(float(step))
+                handle = manager.step(step, state)
+                if handle is not None:
+                    handle.wait(level, PATIENCE_S)
+                    self.say(saved=step)
+
+    # -- answers
+
+    def say(self, **words):
+        self.socket.send(json.dumps(words).encode())
+
+    def serve(self):
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.connect(self.spec["socket"])
+        while data := self.socket.recv(1 << 20):
+            request = json.loads(data)
+            begun = time.monotonic()
+            try:
+                answer = {"done": getattr(self, request.pop("do"))(**request)}
+            except BaseException as error:
+                answer = {"error": type(error).__name__, "message": str(error)[:2000]}
+                answer["conflict"] = isinstance(error, ConflictError)
+            self.say(**answer, seconds=time.monotonic() - begun)
+
+
+def worker(spec):
+    Worker(spec).serve()
+
+
+def command(spec):
+    """Run a command of tierfs."""
+    from tierfs.cli.app import main
+
+    version = spec.get("version")
+    if version:
+        for name in ("tierfs", "tierfs.cli.commands.flusher", "tierfs.session.tiers"):
+            importlib.import_module(name).__version__ = version
+    sys.exit(main(spec["words"]))
+
+
+def prepared(role):
+    def run(spec):
+        from tierfs.session import settings
+        from tierfs.session.tiers import Launcher
+
+        faulthandler.register(signal.SIGUSR1)
+        Launcher.launch = lambda self: None  # the driver starts the flushers
+        settings.is_durable = lambda _: True  # as in `killing.become`
+        os.environ |= {f"TIERFS_{name.upper()}": "0" if spec["bare"] else spec[name] for name in ("ram", "nvme")}
+        strike_objects(spec)
+        if spec["clock_s"]:
+            jump_clock(spec["clock_s"])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            role(spec)
+
+    return run
+
+
+killing.ROLES.update(worker=prepared(worker), command=prepared(command))
+
+
+if __name__ == "__main__":
+    # Import here everything that the forked processes need.
+    names = ["fsspec.implementations.local", "tierfs.cli.commands.flusher", "tierfs.flusher.engine", "xxhash"]
+    names += ["tierfs.flusher.server", "tierfs.mount.process", "tierfs.fs.filesystem", "tierfs.session.tiers"]
+    if "--torch" in sys.argv:
+        names += ["torch.distributed.checkpoint", "tierfs.dcp", "tierfs.train"]
+    for name in names:
+        importlib.import_module(name)
+    killing.main()
