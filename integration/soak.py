@@ -149,15 +149,17 @@ class World:
                     self.start_flusher(host)
 
     def start_mount(self, host):
-        if not runs(host.mount):
-            self.unmount(host)
-            reap(host.mount)
-            words = ["mount", f"tierfs::{self.url}", str(host.mounted), "--foreground", "--ack", "staged"]
-            host.mount = self.command(host, *words)
-            ends = time.monotonic() + HANG_S
-            while not os.path.ismount(host.mounted):
-                if host.mount.has_ended(0.02) or time.monotonic() > ends:
-                    raise BrokenPromiseError("error", f"the mount of host {host.number} does not start, see its log")
+        """Start the mount of a host until it serves: in an outage it does not start."""
+        ends = time.monotonic() + HANG_S
+        while not (runs(host.mount) and os.path.ismount(host.mounted)):
+            if not runs(host.mount):
+                self.unmount(host)
+                reap(host.mount)
+                words = ["mount", f"tierfs::{self.url}", str(host.mounted), "--foreground", "--ack", "staged"]
+                host.mount = self.command(host, *words)
+            self.pump(0.02)
+            if time.monotonic() > ends:
+                raise BrokenPromiseError("hang", f"the mount of host {host.number} does not start, see its log")
 
     def unmount(self, host):
         subprocess.run(["umount", "-l", str(host.mounted)], check=False, capture_output=True)
