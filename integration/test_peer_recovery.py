@@ -1,14 +1,18 @@
-"""Hosts read saves that other hosts hold: one that returns empty, and a job on other hosts. Nothing is published."""
+"""Hosts read from others: one that returns empty, a job on other hosts, and all hosts that load one checkpoint."""
 
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from servers import ministack
+from servers.server import free_ports
 
 pytest.importorskip("cryptography")
 
@@ -16,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
 import torch
 import torch.distributed.checkpoint as dcp
-from support.peer_hosts import LEASE_S, PeerHost, until
+from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
 from tierfs.dcp import TierReader
@@ -102,3 +106,32 @@ def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
         assert torch.equal(found[f"part{rank}"], torch.randn(600, 600))
     with manager(reader) as run:
         assert run.latest(level="peer") == 7
+
+
+def test_hosts_that_load_one_file_read_the_bucket_about_once(tmp_path, monkeypatch):
+    ministack.require()
+    data = random.Random(1).randbytes(96 << 20)
+    with ministack.running() as server, contextlib.ExitStack() as ends:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
+        monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+        url = f"s3://{server.new_root()}"
+        tierfs.init(url, lease_s=10)
+        there, root = bare(url)
+        there.pipe_file(f"{root}/run/x", data)
+        ports = free_ports(4)
+        room = {"ram": "128MiB", "nvme": "0", "peer_nvme": "0"}
+        hosts = [PeerHost(tmp_path, str(number), url, port, **room) for number, port in enumerate(ports)]
+        for host in hosts:
+            ends.callback(host.close)
+            host.start()
+        for host in hosts:
+            until(lambda host=host: host.status()["peers"]["live"] == 3, WAIT_S)
+        opened = [host.open(peer_share=1) for host in hosts]
+        with ThreadPoolExecutor(len(hosts)) as threads:
+            read = list(threads.map(lambda each: each[0].cat_file(f"{each[1]}/run/x") == data, opened))
+        assert read == [True] * 4
+        counters = [fs.status(root)["counters"] for fs, root in opened]
+        names = ("flusher_peer_brought_bytes", "process_object_read_bytes")
+        assert sum(each.get(name, 0) for each in counters for name in names) <= 1.1 * len(data)

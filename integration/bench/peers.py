@@ -10,17 +10,22 @@ membership goes to the object tier, because the owner's bandwidth is 1 byte per 
 - *socket*: the same bytes from one process to another over TLS 1.3, each block hashed on both sides. The processes have
   the nice value of a flusher.
 
-At the end the owner is lost, and *adopted* is the time from then until its last file is in the object tier.
+- *recover*: the file is read from the holder by a host that has nothing, before it is published.
+
+At the end the owner is lost, and *adopted* is the time from then until its last file is in the object tier. Before all
+this, four hosts load one file of a bucket at once, which gives the bytes that they read from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +33,8 @@ from typing import Any
 import numpy as np
 from harness import SEED, Aims, Rows, machine, parser, say
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
+from servers import ministack
 from support.peer_hosts import PeerHost, bare, until
 
 import tierfs
@@ -102,18 +108,61 @@ def main() -> int:
             "nvme": "0",
             "peer_ram": str((options.rounds + 2) * 2 * size + (64 << 20)),
         }
+        share = bucket_share(base, min(size, 128 << 20))
         owner = PeerHost(base, "owner", url, free_port(), bandwidth=1, **room)
         holder = PeerHost(base, "holder", url, free_port(), **room)
+        empty = PeerHost(base, "empty", url, free_port(), **{**room, "peer_ram": "0", "peer_nvme": "0"})
         try:
-            report = measure(base, owner.start(), holder.start(), size, options.rounds)
+            report = measure(base, owner.start(), holder.start(), empty, size, options.rounds, share)
         finally:
-            owner.close()
-            holder.close()
+            for host in (owner, holder, empty):
+                host.close()
     say(report, as_json=options.json)
     return 0 if all(aim["holds"] for aim in report["aims"]) else 1
 
 
-def measure(base: Path, owner: PeerHost, holder: PeerHost, size: int, rounds: int) -> dict[str, Any]:
+def bucket_share(base: Path, size: int) -> float:
+    """Load one file on four hosts at once. Return the bytes that they read from the bucket, of the file."""
+    with ministack.running() as server, contextlib.ExitStack() as ends:
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.port}"
+        os.environ["AWS_ACCESS_KEY_ID"] = server.options["key"]
+        os.environ["AWS_SECRET_ACCESS_KEY"] = server.options["secret"]
+        url = f"s3://{server.new_root()}"
+        tierfs.init(url, lease_s=LEASE_S)
+        there, store = bare(url)
+        data = np.random.default_rng(SEED).bytes(size)
+        there.pipe_file(f"{store}/run/x", data)
+        room = {"ram": str(size + (64 << 20)), "nvme": "0", "peer_nvme": "0", "peer_ram": str(size)}
+        hosts = [PeerHost(base, f"loader{number}", url, free_port(), **room) for number in range(4)]
+        for host in hosts:
+            ends.callback(host.close)
+            host.start()
+        opened = [host.open(peer_share=1) for host in hosts]
+        for fs, root in opened:
+            until(lambda fs=fs, root=root: fs.status(root)["peers"]["live"] == len(hosts) - 1, WAIT_S)
+        with ThreadPoolExecutor(len(hosts)) as threads:
+            assert all(threads.map(lambda each: each[0].cat_file(f"{each[1]}/run/x") == data, opened))
+        counters = [fs.status(root)["counters"] for fs, root in opened]
+    names = ("flusher_peer_brought_bytes", "process_object_read_bytes")
+    return sum(each.get(name, 0) for each in counters for name in names) / size
+
+
+def recover(empty: PeerHost, path: str, source: np.ndarray) -> float:
+    """Read a file that only the holder has on a host that has nothing. Return the seconds."""
+    fs, root = empty.open()
+    found = np.zeros_like(source)
+    assert fs.exists(f"{root}/{path}")  # the hosts know each other then
+    begin = time.perf_counter()
+    with fs.open(f"{root}/{path}", "rb") as file:
+        assert file.readinto(memoryview(found)) == len(source)
+    seconds = time.perf_counter() - begin
+    assert np.array_equal(found, source)
+    return seconds
+
+
+def measure(
+    base: Path, owner: PeerHost, holder: PeerHost, empty: PeerHost, size: int, rounds: int, share: float
+) -> dict[str, Any]:
     generator, rows, aims = np.random.default_rng(SEED), Rows(), Aims()
     fs, root = owner.open(ack="staged")
     source = np.ones(size, np.uint8)
@@ -139,6 +188,11 @@ def measure(base: Path, owner: PeerHost, holder: PeerHost, size: int, rounds: in
         for at in range(0, size, 20 * CHUNK_BYTES):
             source[at] ^= 1
         save("changed", f"run/{number}-changed")
+        if not number:
+            empty.start()
+        rows.note(
+            "recover", seconds=(took := recover(empty, f"run/{number}-changed", source)), rate=size / took, sent=0
+        )
         rows.note("socket", seconds=(took := socket_seconds(base, source, free_port())), rate=size / took, sent=size)
         for path in (f"run/{number}", f"run/{number}-changed"):
             fs.rm_file(f"{root}/{path}")
@@ -153,6 +207,8 @@ def measure(base: Path, owner: PeerHost, holder: PeerHost, size: int, rounds: in
     adopted = time.perf_counter() - begin
     found = rows.medians()
     aims.at_least("staged to peer, of a TLS socket copy", 1 / rows.ratio("seconds", "save", "socket"), 0.8)
+    aims.at_most("recovery on an empty host, of a TLS socket copy", rows.ratio("seconds", "recover", "socket"), 1.2)
+    aims.at_most("bytes that four hosts read from the bucket, of the file", share, 1.1)
     changed = min(-(-size // (20 * CHUNK_BYTES)) * CHUNK_BYTES, size)
     aims.at_most("bytes sent, of the chunks that changed", found["changed"]["sent"] / changed, 1.05)
     aims.at_most("seconds from the loss to the object tier, beyond the lease", adopted - LEASE_S, 5)

@@ -20,20 +20,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tierfs import digest
+from tierfs.buffers import buffers
 from tierfs.clock import Pace, boot_id
+from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
 from tierfs.host.local_state import peer_places
+from tierfs.host.name_locks import NameLocks
 from tierfs.host.pending.levels import Level
 from tierfs.peers.client import PeerClient
 from tierfs.peers.members import Members
 from tierfs.peers.room import HeldDraft, PeerRoom
 from tierfs.peers.server import PeerServer
 from tierfs.peers.settings import Identity, PeerSettings
+from tierfs.store.read.fetch import fetch
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
+    from tierfs.format.manifest import Row
     from tierfs.format.peer import PeerRecord
     from tierfs.host.host import Host
     from tierfs.store.store import Store
@@ -44,6 +50,8 @@ PAUSE_S = 0.5
 LIST_S = 5.0
 """How long a process of this host waits for the list of hosts."""
 SWEEP_S = 1.0
+BRINGS_MAX = 8
+"""Chunks that are fetched at a time for other hosts. Each takes a buffer of its size."""
 COMPARE_S = 5.0
 """How often a host is asked what it holds, while nothing is sent to it."""
 _logger = logging.getLogger("tierfs.peers")
@@ -81,9 +89,12 @@ class Peering:
             self.room,
             self.members,
             sources=partial(state.sources, slots={}),
+            bring=self._bring,
             adopt=self._note_lost,
             greet=self._ask_again,
         )
+        self._brought = NameLocks(directory / "peers.fetch")
+        self._bringing = threading.Semaphore(BRINGS_MAX)
         self._again = threading.Event()  # set when the thread below has something to do
         self._wants_list = False  # whether the list of hosts has to be read at once
         self._gone_file = directory / "peers.gone"
@@ -209,6 +220,21 @@ class Peering:
         """Return whether another host's draft is still held here, and its owner is gone or does not have it."""
         owner = self.room.owner_of(entry.draft.write_id)
         return owner is not None and (self.members.is_gone(owner) or entry.draft.write_id in self._lost)
+
+    def _bring(self, name: bytes, row: Row) -> None:
+        """Bring a chunk of the object tier to this host, once for all hosts that ask for it meanwhile.
+
+        Raises:
+            CapacityError: There is no room for it.
+            TierfsError: It cannot be read.
+        """
+        with self._brought.single_flight(name), self._bringing, buffers().lend(row.raw_length) as out:
+            if any(tier.has(name) for tier in self.room.tiers):
+                return
+            store = self._state.access.call(lambda publisher: publisher.store())
+            fetch(store, row, [(0, out)], store.url)
+            self.room.keep_read(name, digest.digests_of(DigestKind(name[0]), out)[0], out)
+            self._state.counters["peer_brought_bytes"] += row.raw_length
 
     def _note_lost(self, write_ids: list[bytes]) -> None:
         self._lost.update(write_ids)

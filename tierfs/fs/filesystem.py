@@ -60,8 +60,8 @@ class TierFileSystem(Changing):
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.
-        **options: Other options of fsspec; and ``peers``, ``peer_listen``, ``peer_domain``, ``peer_ram``, ``peer_nvme``
-            and ``peer_bandwidth``, see docs/reference/peers.md.
+        **options: Other options of fsspec; and ``peers``, ``peer_listen``, ``peer_domain``, ``peer_ram``,
+            ``peer_nvme``, ``peer_bandwidth`` and ``peer_share``, see docs/reference/peers.md.
 
     Raises:
         InvalidInputError: An option or the object tier's filesystem is unknown.

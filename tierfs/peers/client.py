@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,7 @@ class PeerClient:
         self._store = store
         self._pace = pace
         self._lock = threading.Lock()
-        self._idle: list[tuple[Connection, float]] = []  # and when each was used last
+        self._idle: list[Connection] = []
         self._workers = ThreadPoolExecutor(STREAMS, thread_name_prefix="tierfs-peer")
         self.sent_bytes = 0
         self.turn = threading.Lock()
@@ -63,7 +62,7 @@ class PeerClient:
         """Close the connections. Requests under way fail."""
         self._workers.shutdown()
         while self._idle:
-            self._idle.pop()[0].close()
+            self._idle.pop().close()
 
     def hang_up(self) -> None:
         """Let the requests under way fail, on whatever thread."""
@@ -170,15 +169,15 @@ class PeerClient:
     @contextlib.contextmanager
     def _connection(self, timeout_s: float) -> Iterator[Connection]:
         """Lend a connection. It is closed if an error may have left half of a frame on it."""
-        connection, used_s = None, 0.0
-        with self._lock:
-            if self._idle:
-                connection, used_s = self._idle.pop()
-        if connection is not None and time.monotonic() - used_s > IDLE_S / 2:
-            connection.close()  # the other host has closed it, or soon will
-            connection = None
-        if connection is None:
-            connection = self._dial(timeout_s)
+        connection = None
+        while connection is None:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = self._dial(timeout_s)
+            elif connection.is_closed():
+                connection.close()
+                connection = None
         self._open.add(connection)
         try:
             yield connection
@@ -194,7 +193,7 @@ class PeerClient:
 
     def _keep(self, connection: Connection) -> None:
         with self._lock:
-            self._idle.append((connection, time.monotonic()))
+            self._idle.append(connection)
 
     def _dial(self, timeout_s: float) -> Connection:
         connection = dial(self.record.address, self.record.port, self._context, timeout_s)

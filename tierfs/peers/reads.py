@@ -7,16 +7,18 @@ so a holder is not trusted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from tierfs import digest
 from tierfs.buffers import buffers
@@ -48,6 +50,8 @@ MEET_S = 4.0
 """How long a host that was never reached may refuse this host, because it has not read its certificate yet."""
 READ_S, READ_RATE = 2.0, 8 << 20
 """A host may take `READ_S` for a read, and longer if it sends this many bytes per second."""
+ASKS_MAX = 5
+"""How often a host that fetches a chunk from the object tier is asked, as long as it answers something else at once."""
 LOOKS_MAX = 16
 _logger = logging.getLogger("tierfs.peers")
 
@@ -73,14 +77,18 @@ class PeerReader:
         flusher: The client of this host's flusher, which keeps the list of hosts.
         counters: Receives ``peer_read_bytes``, ``peer_read_failures``, ``peer_bad_copies`` and fallbacks.
         clock: Measures rests.
+        reads_once: Whether a whole chunk of the object tier is read from the host that fetches it for all.
     """
 
-    def __init__(self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock) -> None:
+    def __init__(
+        self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock, *, reads_once: bool
+    ) -> None:
         self._directory = directory
         self._store = store
         self._flusher = flusher
         self._counters = counters
         self._clock = clock
+        self._reads_once = reads_once
         self._lock = threading.Lock()  # held while the hosts are asked for their drafts
         self._me = ""
         self._identity: Identity | None = None
@@ -125,16 +133,35 @@ class PeerReader:
         holders = self._holders.get(name, ())
         # This host first, then another order for each process, so that they share the load.
         for host in sorted(holders, key=lambda each: (each != self._me, zlib.crc32(f"{self._me}{each}".encode()))):
-            found = self._read_from(host, name, row.raw_length, parts)
+            found = self._read_from(host, name, row, parts)
             if found is not None:
                 return found
-        return None
+        is_whole = len(parts) == 1 and len(parts[0][1]) == row.raw_length
+        return self._read_shared(name, row, parts) if self._reads_once and row.stored_length and is_whole else None
 
-    def _read_from(self, host: str, name: bytes, length: int, parts: Sequence[Part]) -> Sequence[bytes] | None:
-        known = self._hosts.get(host)
+    def _read_shared(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None:
+        """Read a chunk from the host that fetches it for all: the first one by a hash of the host and the chunk."""
+        self._look()
+        now = self._clock.monotonic()
+        awake = [host for host, known in self._hosts.items() if known.rests_until <= now]
+        if len(self._hosts) < 2 or not awake:  # noqa: PLR2004 - this host alone
+            return None
+        first = min(awake, key=lambda host: xxhash.xxh3_64_intdigest(host.encode() + name))
+        stored: dict[str, Any] = {
+            "stored": row.stored_length,
+            "generation": row.name.generation,
+            "recipe": row.name.recipe.hex(),
+        }
+        return self._read_from(first, name, row, parts, **stored)
+
+    def _read_from(
+        self, host: str, name: bytes, row: Row, parts: Sequence[Part], *, asks: int = ASKS_MAX, **stored: Any
+    ) -> Sequence[bytes] | None:
+        """Read from one host. ``stored`` tells it the chunk's object, to fetch the chunk if it lacks it."""
+        known, length = self._hosts.get(host), row.raw_length
         if known is None or (host, name) in self._bad or known.rests_until > self._clock.monotonic():
             return None
-        with ExitStack() as lent:
+        with contextlib.ExitStack() as lent:
             targets = BlockTargets(length, parts, lambda size: lent.enter_context(buffers().lend(size)))
             size = sum(len(targets.view(index)) for index in targets.blocks)
             kind, found = DigestKind(name[0]), dict[int, bytes]()
@@ -154,9 +181,12 @@ class PeerReader:
                     name=name.hex(),
                     length=length,
                     blocks=targets.blocks,
+                    **stored,
                 )
                 named = [bytes.fromhex(each) for each in answer["digests"] or ()]
             except (OSError, TierfsError, ValueError, KeyError, TypeError) as error:
+                if stored and asks > 1 and isinstance(error, TimeoutError) and self._is_there(known):
+                    return self._read_from(host, name, row, parts, asks=asks - 1, **stored)  # its fetch goes on
                 self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
                 return None
             known.rest_s = 0.0
@@ -171,6 +201,12 @@ class PeerReader:
             targets.finish()
         self._counters["peer_read_bytes"] += sum(len(out) for _, out in parts)
         return [found[index] for index in sorted(found)]
+
+    def _is_there(self, host: _Host) -> bool:
+        with contextlib.suppress(OSError, TierfsError):
+            host.client.fetch("room", lambda *_: None, timeout_s=READ_S, bytes=0)
+            return True
+        return False
 
     def _rest(self, host: _Host, text: str, error: Exception) -> None:
         """Do not ask a host for a while: twice as long after each failure in a row."""

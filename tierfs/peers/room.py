@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
-from tierfs.errors import CorruptionError, TierfsError
+from tierfs.errors import CapacityError, CorruptionError, TierfsError
 from tierfs.format.envelope import STORE, Block, Envelope
 from tierfs.format.manifest import Manifest
 from tierfs.host.events import Faults, no_faults
@@ -174,10 +174,21 @@ class PeerRoom:
             connection.read_into(out, lambda piece: digests.append(digest.hash_bytes(kind, piece)))
             if digest.combine(kind, length, digests) != name[1:]:
                 raise CorruptionError(f"chunk {name.hex()} was damaged on its way to this host", tier="peer")
-            sizes = [min(BLOCK_BYTES, length - at) for at in range(0, length, BLOCK_BYTES)]
-            blocks = tuple(Block(each, STORE, size) for each, size in zip(digests, sizes, strict=True))
-            meta = Envelope(kind, name[1:], length, blocks).encode()
-            self.tiers[number].write(name, meta, out)
+            _write(self.tiers[number], name, digests, out, keep=True)
+
+    def keep_read(self, name: bytes, digests: Sequence[bytes], data: memoryview) -> None:
+        """Keep a chunk of the object tier for other hosts, as long as no change needs the room.
+
+        Raises:
+            CapacityError: No tier has room.
+            StoreError: The chunk could not be written.
+        """
+        for tier in self.tiers:
+            try:
+                return _write(tier, name, digests, data, keep=False)
+            except CapacityError:  # noqa: PERF203 - two tiers at most
+                continue
+        raise CapacityError(f"no room for a chunk of {len(data)} bytes that other hosts read", tier="peer")
 
     def take_draft(self, number: int, owner: str, data: bytes) -> list[bytes]:
         """Store a draft durably, as far as the tier's filesystem can.
@@ -251,6 +262,14 @@ class PeerRoom:
                 held.tier.keep_as_conflict(held.seq, note)
                 self._held[write_id] = replace(held, is_conflict=True)
                 self.changes += 1
+
+
+def _write(tier: NvmeTier, name: bytes, digests: Sequence[bytes], data: memoryview, *, keep: bool) -> None:
+    length = len(data)
+    sizes = [min(BLOCK_BYTES, length - at) for at in range(0, length, BLOCK_BYTES)]
+    blocks = tuple(Block(each, STORE, size) for each, size in zip(digests, sizes, strict=True))
+    meta = Envelope(DigestKind(name[0]), name[1:], length, blocks).encode()
+    tier.write(name, meta, data, keep=keep)
 
 
 def elsewhere(draft: Draft) -> list[bytes]:

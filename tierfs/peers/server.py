@@ -6,9 +6,11 @@ import contextlib
 import errno
 import itertools
 import logging
+import operator
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,8 @@ class PeerServer:
         room: Keeps what other hosts send.
         members: The hosts that may connect.
         sources: Returns this host's copies of the chunks with this kind of digest.
+        bring: Called with the local name and the row of a chunk of the object tier that is not on this host. Makes it
+            one of its copies.
         adopt: Called with write ids that their owner has lost. Does not block.
         greet: Called when a host without a known certificate connects, so that the list of hosts is read again.
 
@@ -63,6 +67,7 @@ class PeerServer:
         members: Members,
         *,
         sources: Callable[[DigestKind], ChunkSources],
+        bring: Callable[[bytes, Row], None],
         adopt: Callable[[list[bytes]], None],
         greet: Callable[[], None],
     ) -> None:
@@ -71,6 +76,7 @@ class PeerServer:
         self._room = room
         self._members = members
         self._sources = sources
+        self._bring = bring
         self._adopt = adopt
         self._greet = greet
         self._trusted: list[bytes] | None = None
@@ -119,9 +125,18 @@ class PeerServer:
                 _logger.warning("a connection of a peer cannot be accepted: %s", error)
                 continue
             if not self._free.acquire(blocking=False):
-                sock.close()
-                continue
+                self._close_an_idle_one()
+                if not self._free.acquire(timeout=TICK_S):
+                    sock.close()
+                    continue
             threading.Thread(target=self._serve, args=(sock,), name="tierfs-peer", daemon=True).start()
+
+    def _close_an_idle_one(self) -> None:
+        """Close the connection that was not used for the longest time. Its client opens another when it needs one."""
+        with self._lock:
+            idle = [(each.idle_since, each) for each in self._connections if each.idle_since is not None]
+            if idle:
+                min(idle, key=operator.itemgetter(0))[1].close()
 
     def _trust(self) -> ssl.SSLContext:
         with self._lock:
@@ -157,6 +172,7 @@ class PeerServer:
     def _answer_all(self, connection: Connection, host: str) -> None:
         is_greeted = False
         while not self._is_stopping and (received := connection.receive()) is not None:
+            connection.idle_since = None
             message, length = received
             if not is_greeted and message.get("do") != "hello":
                 raise FormatError("a peer did not greet")
@@ -176,6 +192,7 @@ class PeerServer:
                 outcome = InvalidInputError(f"a peer asked {message.get('do')!r} with bad arguments: {error!r}")
             _skip(connection, left[0])
             connection.answer(outcome, pieces, size)
+            connection.idle_since = time.monotonic()
 
     def _drafts(self, message: dict[str, Any]) -> tuple[dict[str, Any], Iterable[memoryview], int]:
         """Answer with the drafts that are held here for any host, unless the asker has seen them."""
@@ -199,8 +216,14 @@ class PeerServer:
         count = block_count(length) if 0 < length <= CHUNK_BYTES else 0
         if len(name) != 1 + kind.size or not wanted or not {*wanted} <= {*range(count)} or len(wanted) > count:
             raise InvalidInputError("a chunk has a wrong name or length, or lacks a block that a peer asked for")
-        found = _verified(self._sources(kind), kind, Row(ChunkName(name[1:]), length, 0), wanted)
+        row = Row(ChunkName(name[1:]), length, 0)
+        found = _verified(self._sources(kind), kind, row, wanted)
         first = next(found, None)
+        if first is None and "stored" in message:
+            generation, recipe = int(message["generation"]), bytes.fromhex(message["recipe"])
+            self._bring(name, Row(ChunkName(name[1:], generation, recipe), length, int(message["stored"])))
+            found = _verified(self._sources(kind), kind, row, wanted)
+            first = next(found, None)
         if first is None:
             return {"digests": None}, (), 0
         envelope, block = first

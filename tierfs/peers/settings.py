@@ -34,6 +34,7 @@ class PeerSettings:
         ram_bytes: Most memory for the changes of other hosts.
         nvme_bytes: Most room on the disk for the changes of other hosts.
         bandwidth: Most bytes per second to other hosts; 0 for no limit.
+        reads_once: Whether processes of this host read a chunk of the object tier from the host that fetches it for all.
     """
 
     count: int
@@ -43,6 +44,7 @@ class PeerSettings:
     ram_bytes: int = 0
     nvme_bytes: int = 0
     bandwidth: int = 0
+    reads_once: bool = False
 
     def arguments(self) -> list[str]:
         """Return these settings as arguments of ``tierfs flusher run``."""

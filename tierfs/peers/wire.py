@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import ssl
 import struct
@@ -41,6 +42,8 @@ class Connection:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
+        self.idle_since: float | None = None
+        """When the last request was answered, by the monotonic clock; None during a request. For the server."""
         self._ends: float | None = None  # of the request, by the monotonic clock
         sock.settimeout(IDLE_S)
 
@@ -53,6 +56,12 @@ class Connection:
         """Limit each read and write of the next request, or with ``whole`` all of the request."""
         self._sock.settimeout(seconds)
         self._ends = time.monotonic() + seconds if whole else None
+
+    def is_closed(self) -> bool:
+        """Return whether the other side has closed a connection on which no answer is awaited, as far as is known."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

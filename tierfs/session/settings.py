@@ -29,7 +29,7 @@ NVME_SHARE = "10%"
 PEER_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
-PEER_OPTIONS = ("peers", "peer_listen", "peer_domain", "peer_ram", "peer_nvme", "peer_bandwidth")
+PEER_OPTIONS = ("peers", "peer_listen", "peer_domain", "peer_ram", "peer_nvme", "peer_bandwidth", "peer_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class TierOptions:
         peer_ram: Most memory for the changes of other hosts: a size, or a share as with ``ram``. Default: ``10%``.
         peer_nvme: Most room on the disk for them: a size, or a share as with ``nvme``. Default: ``10%``.
         peer_bandwidth: Bytes per second to other hosts. Default: no limit.
+        peer_share: 1 if all hosts together read each chunk of the object tier once. Default: 0.
     """
 
     ack: str | None = None
@@ -78,6 +79,7 @@ class TierOptions:
     peer_ram: str | float | None = None
     peer_nvme: str | float | None = None
     peer_bandwidth: str | float | None = None
+    peer_share: str | float | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -213,6 +215,7 @@ def _peers(options: TierOptions, free_bytes: int) -> PeerSettings | None:
         size_of("peer_ram", ram, memory_limit()),
         size_of("peer_nvme", nvme, free_bytes),
         size_of("peer_bandwidth", options.peer_bandwidth or 0),
+        reads_once=str(options.peer_share or 0) != "0",
     )
 
 
@@ -292,6 +295,7 @@ def from_environment() -> TierOptions:
         peers=os.environ.get("TIERFS_PEERS") or None,
         peer_listen=os.environ.get("TIERFS_PEER_LISTEN") or None,
         peer_domain=os.environ.get("TIERFS_DOMAIN") or None,
+        peer_share=os.environ.get("TIERFS_PEER_SHARE") or None,
     )
 
 

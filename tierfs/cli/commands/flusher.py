@@ -252,8 +252,9 @@ def _told_peers(arguments: argparse.Namespace) -> PeerSettings | None:
         return None
     from tierfs.peers.settings import PeerSettings, parse_listen  # noqa: PLC0415 - only with peers
 
-    sizes = (parse_size(getattr(arguments, name) or 0) for name in ("peer_ram", "peer_nvme", "peer_bandwidth"))
-    return PeerSettings(int(arguments.peers), *parse_listen(arguments.peer_listen), arguments.peer_domain or "", *sizes)
+    ram, nvme, rate = (parse_size(getattr(arguments, f"peer_{name}") or 0) for name in ("ram", "nvme", "bandwidth"))
+    address, port = parse_listen(arguments.peer_listen)
+    return PeerSettings(int(arguments.peers), address, port, arguments.peer_domain or "", ram, nvme, rate)
 
 
 def give_way(session: Path = _SESSION) -> bool:
