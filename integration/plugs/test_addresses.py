@@ -12,6 +12,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-t
 pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 epath = pytest.importorskip("etils.epath", reason="etils is not installed")
+wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
 
 import fsspec
@@ -26,6 +27,7 @@ import tierfs
 from tierfs.dcp import TierWriter
 from tierfs.plugs.epath import register
 from tierfs.plugs.huggingface import save_pretrained
+from tierfs.plugs.wandb import register as register_references
 from tierfs.train import Manager
 
 pytestmark = [
@@ -48,6 +50,13 @@ def void(_):
     """Leave out a result, so that only what is written counts."""
 
 
+def referred(url):
+    """Return the entry of an artifact for a file, if it has the file's size."""
+    written(fsspec.open(f"{url}/w", "wb"))
+    (entry,) = wandb.Artifact("a", type="a").add_reference(f"{url}/w")
+    return entry if entry.size else None
+
+
 def written(target):
     with target as file:
         file.write(b"x")
@@ -61,6 +70,7 @@ PROGRAMS = {
     "`Manager`, `TierCallback`": (lambda url: saved(Manager(f"{url}/run", save=())), None),
     "`tierfs.plugs.huggingface.save_pretrained`": (lambda url: save_pretrained(CONFIG, f"{url}/m"), None),
     "`epath.Path`, after `register()`": (lambda url: void(epath.Path(f"{url}/e").write_text("x")), None),
+    "wandb's `add_reference`, after `register()`": (referred, None),
     "MLflow's artifacts": (lambda url: void(get_artifact_repository(f"{url}/ml").log_artifact(__file__)), None),
     "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),
     "Python's `open`": (lambda url: written(open(f"{url}/o", "wb")), None),  # noqa: SIM115
@@ -90,6 +100,7 @@ def works(fs, directory, call, *arguments):
 def test_the_page_says_which_addresses_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     register()
+    register_references()
     store = f"file://{tmp_path}/store"
     tierfs.init(store)
     config = tmp_path / "config.toml"
