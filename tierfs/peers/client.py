@@ -26,6 +26,7 @@ STREAMS = 4
 DIAL_S = 5.0
 GONE_S = 2.0
 HOLD_S = 10.0
+ANSWER_S = 20.0  # a host that is silent for so long is replaced
 
 
 class PeerClient:
@@ -70,7 +71,7 @@ class PeerClient:
             connection.close()
 
     def ask(
-        self, do: str, body: memoryview | None = None, *, timeout_s: float = IDLE_S, **arguments: Any
+        self, do: str, body: memoryview | None = None, *, timeout_s: float = ANSWER_S, **arguments: Any
     ) -> dict[str, Any]:
         """Send a request and return its answer. Raises as `Connection.ask`, and `OSError` if there is no connection."""
         with self._connection(DIAL_S) as connection:
