@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tierfs.host.cache.sources import ChunkSources
 
 CONNECTIONS_MAX = 256
+CHUNKS_MAX = 3
+"""Chunks that may arrive at the same time: each takes 16 MiB of memory until it is in its file."""
 HANDSHAKE_S = 5.0
 DRAFT_BYTES_MAX = 64 << 20
 PAGE_BYTES = 8 << 20
@@ -84,6 +86,7 @@ class PeerServer:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._free = threading.Semaphore(CONNECTIONS_MAX)  # connections that may still be accepted
+        self._buffers = threading.Semaphore(CHUNKS_MAX)
         self._is_stopping = False
         try:
             self._listener = _listen(settings)
@@ -249,7 +252,8 @@ class PeerServer:
                 if not 0 < length <= CHUNK_BYTES or len(name) != 1 + DigestKind(name[0]).size:
                     raise InvalidInputError("a chunk has a wrong name or length")
                 left[0] = 0
-                room.take_chunk(int(message["tier"]), name, length, connection)
+                with self._buffers:
+                    room.take_chunk(int(message["tier"]), name, length, connection)
                 return {}
             case "draft":
                 if left[0] > DRAFT_BYTES_MAX:
