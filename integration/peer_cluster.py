@@ -238,9 +238,10 @@ _opened: dict[str, Any] = {}
 
 def filesystem(url: str, settings: dict[str, Any]) -> tuple[Any, str]:
     """Return this process's filesystem for a host's settings, and the store's root."""
-    if url not in _opened:
-        _opened[url] = fsspec.core.url_to_fs(f"tierfs::{url}", skip_instance_cache=True, **settings)
-    return _opened[url]
+    key = f"{url} {settings['state_dir']}"
+    if key not in _opened:
+        _opened[key] = fsspec.core.url_to_fs(f"tierfs::{url}", skip_instance_cache=True, **settings)
+    return _opened[key]
 
 
 def status(url: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -311,6 +312,16 @@ class ClusterHost(PeerHost):
     def status(self) -> dict[str, Any]:
         return self.run(status, self.url, self.options)
 
+    def memory_bytes(self) -> int:
+        """Return the memory of the flusher, and of all that the host has in shared memory."""
+        lines = Path(f"/proc/{self._flusher.pid}/status").read_text().splitlines()
+        private = next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+        shared = 0
+        for file in self.memory.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                shared += file.stat().st_blocks * 512
+        return private + shared
+
     def signal(self, number: int) -> None:
         super().signal(number)
         if self._flusher is not None and self._flusher.exitcode is None:
@@ -367,6 +378,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        print(self.report())  # pytest shows it if the test failed
+        self.close()
+
+    def close(self) -> None:
         for host in self.hosts.values():
             host.close()
         self._ends.close()
@@ -378,6 +393,18 @@ class Cluster:
         """Make a host; `ClusterHost.start` starts its flusher. The settings are those of `PeerHost`."""
         self.hosts[name] = host = ClusterHost(self, name, next(self._numbers), **settings)
         return host
+
+    def report(self) -> str:
+        """Return the state and the log of each host, for a person."""
+        parts = []
+        for name, host in self.hosts.items():
+            if host.state.exists():
+                try:
+                    found: Any = host.status()
+                except Exception as error:
+                    found = error
+                parts.append(f"== {name} at {host.address}: {found}\n{host.log()[-3000:]}")
+        return "\n".join(parts)
 
     def cut(self, host: ClusterHost, *others: ClusterHost) -> None:
         """Let nothing pass between a host and some others, or all. It can reach the bucket."""
