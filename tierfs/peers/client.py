@@ -14,7 +14,7 @@ from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreErro
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
 from tierfs.peers.room import elsewhere
-from tierfs.peers.wire import IDLE_S, NAMES_MAX, VERSION, Connection, Take, dial
+from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, Take, dial
 
 if TYPE_CHECKING:
     import ssl
