@@ -27,11 +27,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 import soak_harm
+import soak_work
+from servers import ministack
 from soak_model import BrokenPromiseError, Model
 from soak_steps import HOSTS, WRITERS, schedule
 from support.killing import Child, Zygote
 
 import tierfs
+from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 PROGRAM = Path(__file__).with_name("soak_work.py")
 HANG_S, SETTLE_S = 60, 90
@@ -93,14 +96,22 @@ def reap(child):
 class World:
     """Hosts, a store, what was promised, and the counts of the report."""
 
-    def __init__(self, base, seed, log, *, faults):
-        self.base, self.seed, self.log, self.faults = base, seed, log, faults
-        self.url = f"file://{base}/store"
+    def __init__(self, base, log, given, resources):
+        self.base, self.log, self.given = base, log, given
+        self.url, self.proxy, self.endpoints = f"file://{base}/store", None, ("", "")
+        if given.s3:
+            server = resources.enter_context(ministack.running())
+            self.proxy = resources.enter_context(TcpFaultProxy("127.0.0.1", server.port, seed=given.seed))
+            self.endpoints = tuple(f"http://127.0.0.1:{port}" for port in (server.port, self.proxy.port))
+            self.url = f"s3://{server.new_root()}"
+        soak_work.use_endpoint(self.endpoints[0])
         os.environ["TIERFS_STATE_DIR"] = str(base / "driver")
         tierfs.init(self.url, lease_s=LEASE_S, grace_s=GRACE_S)
-        self.zygotes = [Zygote(PROGRAM), Zygote(PROGRAM, "--torch")]
+        words = ["--s3"] * given.s3
+        self.zygotes = {"": Zygote(PROGRAM, *words), "torch": Zygote(PROGRAM, "--torch", *words)}
+        self.zygotes["older"] = older_zygote(base, given.older) if given.older else self.zygotes[""]
         (base / "faults").mkdir()
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.listener.bind(str(base / "sock"))
         self.listener.listen(4)
         self.listener.settimeout(HANG_S)
@@ -110,22 +121,26 @@ class World:
         self.timers, self.numbers = [], itertools.count()
         self.calm_at = self.started = time.monotonic()  # when the last stop or outage ended
         self.trained = Counter()
-        self.kills, self.done, self.flips, self.outcomes, self.acknowledged = (Counter() for _ in range(5))
-        self.slowest = Counter()
+        self.kills, self.flips, self.damage = Counter(), Counter(), Counter()
+        self.done, self.outcomes, self.acknowledged, self.slowest = Counter(), Counter(), Counter(), Counter()
         self.growth = []
+        self.end_outage()
+        for host in self.hosts:
+            self.start_flusher(host)
 
     # -- processes
 
-    def start(self, role, host, *, torch=False, **spec):
+    def start(self, role, host, *, zygote="", **spec):
         number, is_bare = next(self.numbers), host.number == 9
         common = {
             "role": role, "url": self.url, "ram": RAM, "nvme": NVME, "bare": is_bare, "mount": str(host.mounted),
             "state": str(host.state), "shm": str(host.shm), "log": str(self.base / f"host{host.number}.log"),
-            "socket": str(self.base / "sock"), "notes": str(self.base / "faults"), "seed": f"{self.seed} {number}",
-            "faults": 0 if is_bare else self.faults, "outage": "" if is_bare else str(self.base / "outage"),
+            "socket": str(self.base / "sock"), "notes": str(self.base / "faults"),
+            "seed": f"{self.given.seed} {number}", "endpoint": self.endpoints[not is_bare],
+            "faults": 0 if is_bare else self.given.faults, "outage": "" if is_bare else str(self.base / "outage"),
             "clock_s": (number % 5 == 4) * (number % 13 - 6) * 3600,
         }  # fmt: skip
-        return Child(self.zygotes[torch], {**common, **spec})
+        return Child(self.zygotes[zygote], {**common, **spec})
 
     def command(self, host, *words, **spec):
         child = self.start("command", host, words=[*words, *spec.pop("after", ())], **spec)
@@ -135,9 +150,9 @@ class World:
     def start_flusher(self, host):
         tiers = ["--state-dir", str(host.state), "--ram", RAM, "--nvme", NVME]
         upkeep = ["--gc-every", "20s", "--scrub-bandwidth", "5MB"]
-        version = OLDER if host.is_older_due else None
+        older = {"version": OLDER, "zygote": "older"} if host.is_older_due else {}
         reap(host.flusher)
-        host.flusher = self.command(host, "flusher", "run", f"tierfs::{self.url}", *tiers, *upkeep, version=version)
+        host.flusher = self.command(host, "flusher", "run", f"tierfs::{self.url}", *tiers, *upkeep, **older)
         host.due_at, host.is_older_due = None, False
 
     def supervise(self):
@@ -151,7 +166,8 @@ class World:
     def start_mount(self, host):
         """Start the mount of a host until it serves: in an outage it does not start."""
         ends = time.monotonic() + HANG_S
-        while not (runs(host.mount) and os.path.ismount(host.mounted)):
+        # A look at the directory itself would wait for a mount that is stopped.
+        while not (runs(host.mount) and f" {host.mounted} " in Path("/proc/self/mounts").read_text()):
             if not runs(host.mount):
                 self.unmount(host)
                 reap(host.mount)
@@ -175,7 +191,7 @@ class World:
         while runs(slot.child):  # it was killed, but a mount still works for it
             self.pump(0.05)
         reap(slot.child)
-        slot.child = self.start("worker", slot.host, torch=slot.is_torch, directory=slot.directory)
+        slot.child = self.start("worker", slot.host, zygote="torch" if slot.is_torch else "", directory=slot.directory)
         try:
             slot.socket = self.listener.accept()[0]
         except TimeoutError:
@@ -308,7 +324,7 @@ class World:
 
     def discard(self, slot):
         """Give up conflicts, as a person would. Only a late request, or a write in an outage, may cause one."""
-        if not self.faults:
+        if not self.given.faults:
             raise BrokenPromiseError("loss", f"a conflict on host {slot.host.number}")
         self.outcomes["conflicts"] += len(self.call(slot, do="discard").get("done", ()))
         self.model.lose(f"h{slot.host.number}", "object")
@@ -449,11 +465,17 @@ class World:
 
     def do_outage(self, step):
         """Let the object tier refuse every request for a while."""
-        place = self.base / "outage"
-        place.touch()
+        (self.base / "outage").touch()
+        if self.proxy is not None:
+            self.proxy.fail(PlannedTcpFault(TcpFault.UNAVAILABLE, side="request"))
         self.outcomes["outages"] += 1
         self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
-        self.at(step["ms"], lambda: place.unlink(missing_ok=True))
+        self.at(step["ms"], self.end_outage)
+
+    def end_outage(self):
+        (self.base / "outage").unlink(missing_ok=True)
+        if self.proxy is not None:
+            self.proxy.random, self.proxy.probability = soak_work.TCP_FAULTS, self.given.faults
 
     def do_command(self, step):
         host = self.hosts[step["host"]]
@@ -469,15 +491,9 @@ class World:
         if status not in EXIT_CODES:
             raise BrokenPromiseError("error", f"tierfs {' '.join(command.words)} ends with {status}, see {self.base}")
 
-    def do_container(self, step):
-        """End all processes of a host, and lose its shared memory."""
-        self.lose_host(self.hosts[step["host"]], "local")
-
     def do_lose(self, step):
-        """Lose a host, with all that it had."""
-        self.lose_host(self.hosts[step["host"]], "object")
-
-    def lose_host(self, host, level):
+        """End all processes of a host, and lose its shared memory; at level ``object``, lose all that it had."""
+        host, level = self.hosts[step["host"]], step["level"]
         self.end(host)
         for path in (host.shm, host.state) if level == "object" else (host.shm,):
             shutil.rmtree(path)
@@ -490,7 +506,11 @@ class World:
         with contextlib.suppress(DiedError):
             self.until_idle(slot)
             self.alive(slot)
-            soak_harm.flip(self, slot, step["name"], step["tiers"], step["at"])
+            self.alive(self.reader)
+            if "pending" in step:
+                soak_harm.flip_pending(self, slot, step["name"], step["pending"], step["content"], step["at"])
+            else:
+                soak_harm.flip(self, slot, step["name"], step["tiers"], step["at"])
 
     # -- everything in the object tier
 
@@ -540,55 +560,52 @@ class World:
     # -- the report
 
     def measure(self):
-        def of(child, name):
+        def of(child):
             with contextlib.suppress(OSError):
-                status = Path(f"/proc/{child.pid}/status").read_text()
-                return int(status.partition(f"{name}:")[2].split()[0])
-            return 0
+                pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
+                return pages * soak_harm.PAGE, len(os.listdir(f"/proc/{child.pid}/fd"))
+            return 0, 0
 
-        def descriptors(child):
-            with contextlib.suppress(OSError):
-                return len(os.listdir(f"/proc/{child.pid}/fd"))
-            return 0
-
-        flushers = [host.flusher for host in self.hosts if host.flusher is not None]
-        self.growth.append(
-            {
-                "seconds": round(time.monotonic() - self.started),
-                "flushers_rss_bytes": max(of(child, "VmRSS") for child in flushers) << 10,
-                "flushers_descriptors": max(map(descriptors, flushers)),
-                "shm_bytes": sum(soak_harm.bytes_below(host.shm) for host in self.hosts),
-                "nvme_bytes": sum(soak_harm.bytes_below(host.state) for host in self.hosts),
-                "store_bytes": soak_harm.bytes_below(self.base / "store"),
-            }
-        )
+        memory, descriptors = zip(*(of(host.flusher) for host in self.hosts), strict=True)
+        below = {name: sum(map(soak_harm.bytes_below, self.base.glob(f"{name}?"))) for name in ("shm", "state")}
+        now = {"seconds": round(time.monotonic() - self.started), "flushers_rss_bytes": max(memory)}
+        now |= {"flushers_descriptors": max(descriptors), "shm_bytes": below["shm"], "state_bytes": below["state"]}
+        self.growth.append({**now, "store_bytes": soak_harm.bytes_below(self.base / "store")})
 
     def figures(self, failure):
-        kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs"}
-        found = dict.fromkeys((*kinds.values(), "errors"), 0)
-        if failure is not None:
-            found[kinds.get(failure.kind, "errors")] = 1
-        is_flip = {name: name.startswith("flipped ") for name in self.flips}
+        kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
+        faults = Counter({path.name: path.stat().st_size for path in (self.base / "faults").iterdir()})
+        faults.update(fault.value for fault, *_ in (self.proxy.fired if self.proxy else ()))
+        counts = {"kills": self.kills, "faults": faults, "flips": self.flips, "damage": self.damage}
+        counts |= {"operations": self.done, "acknowledged_bytes": self.acknowledged, "outcomes": self.outcomes}
         return {
             "seconds": round(time.monotonic() - self.started),
-            "kills": dict(self.kills),
-            "faults": {path.name: path.stat().st_size for path in sorted((self.base / "faults").iterdir())},
-            "flips": {name[8:]: count for name, count in self.flips.items() if is_flip[name]},
-            "damage": {name: count for name, count in self.flips.items() if not is_flip[name]},
-            "operations": dict(self.done),
-            "acknowledged_bytes": dict(self.acknowledged),
-            "outcomes": dict(sorted(self.outcomes.items())),
+            **{name: dict(sorted(count.items())) for name, count in counts.items()},
             "slowest": dict(self.slowest),
             "growth": self.growth[:: len(self.growth) // 12 + 1],
-            **found,
+            **{name: int(failure is not None and failure.kind == kind) for kind, name in kinds.items()},
         }
 
     def close(self):
         for host in [*self.hosts, self.reader.host]:
             self.end(host)
-        for zygote in self.zygotes:
+        for zygote in set(self.zygotes.values()):
             zygote.close()
-        self.listener.close()
+
+
+def older_zygote(base, commit):
+    """Return a process that forks flushers with the code of an older commit."""
+    root = Path(__file__).parents[1]
+    (base / "older").mkdir()
+    archive = subprocess.run(["git", "archive", commit, "tierfs"], cwd=root, capture_output=True, check=True)
+    subprocess.run(["tar", "-x"], cwd=base / "older", input=archive.stdout, check=True)
+    for kernels in (root / "tierfs").glob("_kernels*.so"):
+        shutil.copy(kernels, base / "older" / "tierfs")
+    os.environ["PYTHONPATH"] = str(base / "older")
+    try:
+        return Zygote(PROGRAM)
+    finally:
+        del os.environ["PYTHONPATH"]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -598,8 +615,8 @@ def run(steps, given, ends_at, events, *, keep=True):
     """Run steps until the time is over. Return the figures, and the failure if there was one."""
     base = Path(tempfile.mkdtemp(prefix="tierfs-soak-", dir="/dev/shm"))
     failure = None
-    with events.open("w") as log:
-        world = World(base, given.seed, log, faults=given.faults)
+    with contextlib.ExitStack() as resources, events.open("w") as log:
+        world = World(base, log, given, resources)
         try:
             for step in steps:
                 log.write(json.dumps({"step": step, "s": round(time.monotonic() - world.started, 3)}) + "\n")
@@ -607,7 +624,7 @@ def run(steps, given, ends_at, events, *, keep=True):
                 if time.monotonic() > ends_at:
                     break
             world.do_settle({})
-        except (BrokenPromiseError, AssertionError) as failed:
+        except (BrokenPromiseError, AssertionError) as failed:  # a process that does not end is an AssertionError
             failure = failed if isinstance(failed, BrokenPromiseError) else BrokenPromiseError("hang", str(failed))
             log.write(json.dumps({"failed": str(failure)}) + "\n")
         finally:
@@ -615,7 +632,7 @@ def run(steps, given, ends_at, events, *, keep=True):
             world.close()
             if failure is not None and keep:
                 kept = Path(tempfile.gettempdir(), f"soak-failed-{given.seed}-{os.getpid()}")
-                shutil.copytree(base, kept, ignore=shutil.ignore_patterns("*sock"))
+                shutil.copytree(base, kept, ignore=shutil.ignore_patterns("*sock", "older"))
                 print(f"{failure}\nkept: {kept}", file=sys.stderr)
             shutil.rmtree(base, ignore_errors=True)
     return figures, failure
@@ -649,17 +666,20 @@ def main():
     parser.add_argument("--hours", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=float, default=0.03, help="probability that a request to the store fails")
+    parser.add_argument("--s3", action="store_true", help="keep the store on an S3 server behind a faulty proxy")
+    parser.add_argument("--older", metavar="COMMIT", help="let some flushers run the code of this commit")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--events", type=Path, help="the event log; it is removed if nothing fails")
     parser.add_argument("--replay", type=Path, metavar="EVENTS")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends all processes of the run
     ends_at = time.monotonic() + given.hours * 3600
     if given.replay:
         sys.exit(replay(given, ends_at) is not None)
     events = given.events or Path(tempfile.gettempdir(), f"soak-{os.getpid()}.jsonl")
     figures, failure = run(schedule(given.seed), given, ends_at, events)
     report = {
-        "command": f"python integration/soak.py --hours {given.hours:g} --seed {given.seed} --faults {given.faults:g}",
+        "command": " ".join(["python integration/soak.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count()},
         "failure": None if failure is None else str(failure),
@@ -670,7 +690,7 @@ def main():
         given.report.write_text(text + "\n")
     print(text)
     if failure is not None:
-        sys.exit(f"again: python integration/soak.py --seed {given.seed} --faults {given.faults} --replay {events}")
+        sys.exit(f"again: {report['command']} --replay {events}")
     events.unlink()
 
 

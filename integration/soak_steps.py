@@ -23,8 +23,8 @@ def schedule(seed):
 
 
 def drawn(noise, number):
-    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "container", "lose")
-    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.5, 0.3))
+    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose")
+    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8))
     host, writer = noise.randrange(HOSTS), noise.randrange(WRITERS)
     match kind:
         case "files":
@@ -35,8 +35,10 @@ def drawn(noise, number):
             of = [noise.randrange(HOSTS), noise.randrange(WRITERS)]
             return {"do": "read", "slot": [host, writer], "of": of, "door": noise.choice(["cat", "open"])}
         case "flip":
-            where = {"name": noise.choice(NAMES), "tiers": noise.choice(FLIPS), "at": noise.random()}
-            return {"do": "flip", "slot": [host, writer], **where}
+            step = {"do": "flip", "slot": [host, writer], "name": noise.choice(NAMES), "at": noise.random()}
+            if noise.random() < 0.1:
+                return {**step, "pending": noise.choice(["slot", "draft"]), "content": [1000 + number, 300_000]}
+            return {**step, "tiers": noise.choice(FLIPS)}
         case "kill":
             back = {"back_ms": round(noise.expovariate(1 / 150)), "older": noise.random() < 0.2}
             return {"do": "kill", "host": host, "who": noise.choice(["flusher"] * 4 + ["mount"]), **back}
@@ -47,7 +49,7 @@ def drawn(noise, number):
             return {"do": "command", "host": host, "words": noise.choice(COMMANDS), **kill(noise, 0.3, ["command"])}
         case "outage":
             return {"do": "outage", "ms": noise.choice([50, 300])}
-    return {"do": kind, "host": host}
+    return {"do": "lose", "host": host, "level": noise.choice(["local", "local", "object"])}
 
 
 def kill(noise, probability, who):

@@ -24,9 +24,10 @@ from support import killing
 
 from tierfs.clock import SystemClock
 from tierfs.errors import ConflictError, StoreError
+from tierfs.format import keys
 from tierfs.objects import registry
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.testing import Fault, FaultyObjects
+from tierfs.testing import Fault, FaultyObjects, PlannedTcpFault, TcpFault
 
 NUMBERS = 20_000  # of a tensor
 PATIENCE_S = 40
@@ -41,6 +42,34 @@ FAULTS = {
     Fault.FULL: 1,
     Fault.DENIED: 1,
 }
+SHORT_LISTINGS = 0.1
+"""Probability that a flusher's or command's listing of records ends early, as if it were whole. gc must not trust it."""
+
+
+def _is_get(method, path):
+    return method == "GET" and "list-type" not in path
+
+
+def _is_put(method, path):
+    return method == "PUT"
+
+
+TCP_FAULTS = (
+    PlannedTcpFault(TcpFault.RESET),
+    PlannedTcpFault(TcpFault.RESET, at=0),
+    PlannedTcpFault(TcpFault.RESET, side="request"),
+    PlannedTcpFault(TcpFault.TRUNCATED),
+    PlannedTcpFault(TcpFault.UNAVAILABLE, side="request"),
+    PlannedTcpFault(TcpFault.BIT_FLIP, body_only=True, aim=_is_get),
+    PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True, aim=_is_put),
+)
+
+
+def use_endpoint(url):
+    """Let the clients of S3 in this process use this server, if there is one."""
+    if url:
+        os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+        os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
 
 
 def digest_of(data):
@@ -62,7 +91,7 @@ class StruckObjects(WrappedObjects):
     def __init__(self, inner, spec, noise):
         super().__init__(FaultyObjects(inner, seed=noise.randrange(1 << 30), clock=SystemClock()))
         self._probability, self._notes, self._outage = spec["faults"], spec["notes"], spec["outage"]
-        self._noise = noise
+        self._noise, self._lies = noise, spec["role"] == "command" and spec["faults"] > 0
 
     def _around(self, request, send):
         self._maybe_strike(request.method)
@@ -70,7 +99,11 @@ class StruckObjects(WrappedObjects):
 
     def _around_list(self, request, send):
         self._maybe_strike("list")
-        return send()
+        if not (self._lies and request.key.startswith(keys.TREE)) or self._noise.random() >= SHORT_LISTINGS:
+            return send()
+        self._note("short listing")
+        entries = list(send())
+        return iter(entries[: len(entries) // 2])
 
     def _maybe_strike(self, method):
         if os.path.exists(self._outage):
@@ -210,21 +243,20 @@ class Worker:
         fs, place = self.at(name)
         fs.prefetch(place, tier=tier)
 
-    def discard(self):
-        """Discard all conflicts of the host, and return their paths."""
+    def discard(self, path=None):
+        """Discard a pending change, or all conflicts of the host. Return the paths."""
         from tierfs.session import open_store, parse_url
         from tierfs.store import discard_conflict
 
         fs, root = self.fs()
-        paths = sorted({each["path"] for each in fs.status(root)["conflicts"]})
+        paths = [path] if path else sorted({each["path"] for each in fs.status(root)["conflicts"]})
         store = open_store(parse_url(self.spec["url"]))[0]
-        for path in paths:
-            discard_conflict(store, path)
+        for each in paths:
+            discard_conflict(store, each)
         return paths
 
     def chunks(self, name):
         """Return the digests of a file's chunks in the object tier, with their keys, and the key of its record."""
-        from tierfs.format import keys
         from tierfs.session import parse_url
         from tierfs.session.open import open_bare
         from tierfs.store import stat
@@ -336,6 +368,7 @@ def prepared(role):
         Launcher.launch = lambda self: None  # the driver starts the flushers
         settings.is_durable = lambda _: True  # as in `killing.become`
         os.environ |= {f"TIERFS_{name.upper()}": "0" if spec["bare"] else spec[name] for name in ("ram", "nvme")}
+        use_endpoint(spec["endpoint"])
         strike_objects(spec)
         if spec["clock_s"]:
             jump_clock(spec["clock_s"])
@@ -352,6 +385,8 @@ if __name__ == "__main__":
     # Import here everything that the forked processes need.
     names = ["fsspec.implementations.local", "tierfs.cli.commands.flusher", "tierfs.flusher.engine", "xxhash"]
     names += ["tierfs.flusher.server", "tierfs.mount.process", "tierfs.fs.filesystem", "tierfs.session.tiers"]
+    if "--s3" in sys.argv:
+        names += ["tierfs.objects.backends.s3", "s3fs", "botocore.session"]
     if "--torch" in sys.argv:
         names += ["torch.distributed.checkpoint", "tierfs.dcp", "tierfs.train"]
     for name in names:
