@@ -24,6 +24,7 @@ SMALLEST = {
     "peers.py": ["--bytes", "32MiB", "--rounds", "1"],
     "growth_host.py": ["--largest", "100"],
     "upkeep.py": ["--chunks", "2000", "--scrub", "8MiB"],
+    "replay.py": ["--params", "300k", "--steps", "3"],
     "stored.py": ["--params", "100k", "--saves", "6"],
 }
 AIM_MISSED = 1

@@ -1,0 +1,26 @@
+"""Two ranks make their logged steps again, each its own shards, after both were killed."""
+
+import signal
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist
+from support import replay_ranks
+from support.torch_ranks import run_world, zygote
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+
+@pytest.mark.parametrize("wrap", replay_ranks.WRAPS)
+@pytest.mark.parametrize("case", range(len(replay_ranks.CASES)))
+def test_killed_ranks_go_on_from_the_last_step_that_both_logged(root, tmp_path, wrap, case):
+    ranks = [
+        zygote.start(replay_ranks.first_life, rank, tmp_path, root, wrap, case) for rank in range(replay_ranks.WORLD)
+    ]
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * replay_ranks.WORLD
+    run_world(replay_ranks.second_life, replay_ranks.WORLD, tmp_path, root, wrap, case)
