@@ -1,7 +1,9 @@
 """Logged steps are made again bit for bit, or not at all."""
 
+import json
 import logging
 import os
+import re
 import signal
 
 import pytest
@@ -10,6 +12,7 @@ from support.replay_cases import FEATURES, GROUP_AT, PAIRS, Training
 from support.zygote import Zygote
 
 from tierfs.checkpoint.replayed import logged_steps
+from tierfs.cli import main
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
@@ -429,3 +432,48 @@ def test_a_process_killed_at_any_point_of_a_step_loses_that_step_at_most(root, w
         assert (restored.replayed, restored.stopped) == (restored.step, "")
         assert train(run, training, range(restored.step + 1, STEPS)) == losses[restored.step + 1 :]
     assert training.content() == content
+
+
+def test_a_resume_with_steps_made_again_is_proven(root):
+    losses, content = straight()
+    trained(root)
+    training = Training()
+    with manager(root) as run:
+        report = run.verify_resume(training.state, lambda step: float.fromhex(training.step(step)))
+        assert report.is_proven, str(report)
+        assert (report.step, report.replayed) == (8, tuple(range(1, 9)))
+        assert train(run, training, range(STOPPED, STEPS)) == losses[STOPPED:]
+    assert training.content() == content
+
+
+def test_a_resume_whose_steps_came_out_otherwise_is_not_proven(root):
+    trained(root)
+    training = Training()
+    with manager(root) as run:
+        run.restore(training.state)
+        with torch.no_grad():
+            training.head.bias[0] += 1e-7
+        report = run.verify_resume(training.state, lambda step: float.fromhex(training.step(step)))
+    assert str(report.first_difference) == "steps made again: different: rank 0"
+    assert training.content() == straight(steps=STOPPED)[1]
+
+
+def test_commands_show_the_log(root, capsys):
+    with manager(root, Every(steps=5)) as run:
+        train(run, Training(), range(8))
+    url = root.removeprefix("tierfs::")
+    assert main(["checkpoint", "ls", url]) == 0
+    assert "5 (+2 steps)" in capsys.readouterr().out
+    assert main(["checkpoint", "ls", url, "--json"]) == 0
+    assert [each["logged_steps"] for each in json.loads(capsys.readouterr().out)["checkpoints"]] == [0, 2]
+    for command in ("verify", "du"):
+        assert main([command, url]) == 0
+    assert main(["status", url]) == 0
+    assert re.search("held in ram +2 files", capsys.readouterr().out)
+    assert main(["gc", url.removesuffix("/run")]) == 0
+    assert len(log_of(root)) == 2
+    assert main(["rm", "-r", f"{url}/step_5"]) == 0
+    assert main(["prune", url, "--keep", "latest:1"]) == 0
+    assert len(log_of(root)) == 2
+    assert main(["rm", "-r", f"{url}/replay"]) == 0
+    assert log_of(root) == []

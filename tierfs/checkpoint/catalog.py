@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfs.checkpoint.notes import line_of
+from tierfs.checkpoint.notes import DAMAGED, METRICS, line_of, metrics_of, read_lines
+from tierfs.checkpoint.replayed import DIRECTORY, count_after, parse
 from tierfs.dcp.facts import Facts, read_announced_facts, read_facts
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
@@ -33,6 +36,7 @@ class Candidate:
         announced: Paths of the files that announce saves which are not published yet.
         unsaid: Ranks that have shard files and no metadata, in a checkpoint whose ranks saved on their own.
         listed: The files in the directory, by name, if it was listed.
+        logged: The number of files of logged steps after it: see `tierfs.checkpoint.replayed`.
     """
 
     directory: str
@@ -40,6 +44,7 @@ class Candidate:
     announced: tuple[str, ...] = ()
     unsaid: tuple[int, ...] = ()
     listed: Mapping[str, Entry] = field(default_factory=dict, compare=False, repr=False)
+    logged: int = 0
 
     @property
     def step(self) -> int | None:
@@ -115,9 +120,13 @@ def candidates(store: Store, path: str) -> list[Candidate]:
     announced: dict[str, list[str]] = {}
     shards: dict[str, set[int]] = {}
     listed: dict[str, dict[str, Entry]] = {}
+    logs: dict[str, list[str]] = {}
     for entry in find(store, path, detail=False):
         directory, _, name = entry.path.rpartition("/")
         if entry.is_directory:
+            continue
+        if f"/{DIRECTORY}/" in directory:
+            logs.setdefault(directory.rpartition(f"/{DIRECTORY}/")[0], []).append(entry.path)
             continue
         listed.setdefault(directory, {})[name] = entry
         if directory.rpartition("/")[2] == PENDING and is_save_id(name):
@@ -140,8 +149,10 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             tuple(announced.get(directory, ())),
             tuple(sorted(shards.get(directory, set()) - found)) if found and None not in found else (),
             listed.get(directory, {}),
+            count_after(parse(logs.get(above, ()), inside(above, DIRECTORY)), step_of(directory)),
         )
         for directory, found in sorted(ranks.items(), key=lambda item: natural_key(item[0]))
+        for above in [directory.rpartition("/")[0]]
     ]
 
 
@@ -255,3 +266,61 @@ def _look(store: Store, path: str, length: int, listed: Entry | None, *, is_exac
     if entry.length < length or (is_exact and entry.length != length):
         return level, f"{name} has {entry.length} bytes, not {length}", ""
     return level, "", ""
+
+
+def named_checkpoint(store: Store, directory: str, name: str) -> str:
+    """Return the path of the complete checkpoint that a name means.
+
+    Checkpoints that could not be loaded once, and those that the run left behind, do not count.
+
+    Args:
+        store: The store.
+        directory: The run: the directory that holds the checkpoints themselves.
+        name: ``latest``: the newest complete checkpoint. ``best``, ``best:METRIC`` or ``best:METRIC:max``: the one with
+            the smallest, or greatest, value of the metric.
+
+    Raises:
+        NotFoundError: No complete checkpoint is there, or none has the metric.
+        InvalidInputError: ``best`` is to be one by a metric, and the checkpoints have several.
+        CorruptionError, FormatError, StoreError, ReadOnlyError: The run cannot be read.
+    """
+    found = [each for each in candidates(store, directory) if each.directory.rpartition("/")[0] == directory]
+    found = sorted(
+        (each for each in found if DAMAGED not in each.listed), key=lambda each: (each.step or 0, each.directory)
+    )
+    lines, foreign = read_lines(store, directory), ""
+    kind, _, metric = name.partition(":")
+    ordered = found[::-1] if kind == "latest" else _by_metric(store, directory, found, metric)
+    for candidate in ordered:
+        state = standing(store, candidate)
+        if state.state != "complete":
+            continue
+        if lines is None or (state.line is not None and lines.holds(state.line, state.step or 0)):
+            return candidate.directory
+        foreign = foreign or (candidate.directory if state.line is None else "")  # no training manager saved it
+    if foreign:
+        return foreign
+    having = f" with the metric {metric!r}" if metric else ""
+    where = store.where(directory)
+    raise NotFoundError(
+        f"no complete checkpoint{having} lies in {where}: `tierfs checkpoint ls {shlex.quote(where)}` shows their states",
+        path=directory,
+    )
+
+
+def _by_metric(store: Store, directory: str, found: Sequence[Candidate], wanted: str) -> list[Candidate]:
+    """Return the candidates that have a finite value of ``METRIC`` or ``METRIC:max``, the best one first."""
+    metric, _, mode = wanted.partition(":")
+    metrics = {each.directory: metrics_of(store, each.directory) for each in found if METRICS in each.listed}
+    known = sorted({name for values in metrics.values() for name in values})
+    if not metric and len(known) > 1:
+        raise InvalidInputError(
+            f"the checkpoints in {store.where(directory)} have several metrics ({', '.join(known[:5])}): name one, as in "
+            f"best:{known[0]} or, if the greatest is the best, best:{known[0]}:max",
+            path=directory,
+        )
+    metric, sign = metric or next(iter(known), ""), -1 if mode == "max" else 1
+    values = {path: sign * each.get(metric, math.nan) for path, each in metrics.items()}
+    # Among equal values, the newest wins.
+    having = [each for each in found[::-1] if math.isfinite(values.get(each.directory, math.nan))]
+    return sorted(having, key=lambda each: values[each.directory])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
 from tierfs.checkpoint.notes import FILES, METRICS, NOTES, PINNED, Lines, metrics_of, object_in, read_lines
+from tierfs.checkpoint.replayed import remove_logged
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.facts import read_facts
 from tierfs.errors import ConflictError, NotFoundError
@@ -55,6 +57,10 @@ def prune(
             decision.removed = True
         except (ConflictError, NotFoundError) as error:
             decision.problem = f"another writer changed it: {error}"
+    for above in lines if not dry_run else ():
+        stay = [each.saved for each in decisions if not each.removed and each.saved.path.rpartition("/")[0] == above]
+        full = [each.step or 0 for each in stay if each.is_complete and each.kind == "full"]
+        remove_logged(store, above, max(full, default=-1 if stay else math.inf))
     return decisions
 
 

@@ -9,11 +9,13 @@ Decision: docs/decisions/0071-a-log-of-gradients.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from tierfs.errors import NotFoundError
 from tierfs.format.keys import inside
-from tierfs.store import Store, find
+from tierfs.store import Store, delete, find
 
 DIRECTORY = "replay"
 """The directory in a run's directory that holds its logged steps."""
@@ -61,16 +63,21 @@ def parse(paths: Iterable[str], below: str) -> list[LoggedStep]:
     return sorted(found, key=lambda one: (one.chain, one.after, one.rank))
 
 
-def count_after(logged: Collection[LoggedStep], step: int) -> int:
-    """Return how many steps follow a checkpoint's step in the log without a gap, each with the files of all its ranks."""
-    return sum(1 for _ in _following(logged, step))
-
-
-def _following(logged: Collection[LoggedStep], step: int) -> Iterator[int]:
+def count_after(logged: Collection[LoggedStep], step: int | None) -> int:
+    """Return how many files follow a checkpoint's step in the log without a gap, counting those of all ranks once."""
     ranks: dict[tuple[int, int, str], set[int]] = {}
     for one in logged:
         ranks.setdefault((one.after, one.step, one.chain), set()).add(one.rank)
     whole = {(one.after, one.step) for one in logged if len(ranks[one.after, one.step, one.chain]) == one.ranks}
-    while nexts := [later for after, later in whole if after == step < later]:
-        step = min(nexts)
-        yield step
+    count = 0
+    while nexts := [later for after, later in whole if step is not None and after == step < later]:
+        step, count = min(nexts), count + 1
+    return count
+
+
+def remove_logged(store: Store, run: str, until: float) -> None:
+    """Remove the files that lead to a step of a run, or to an earlier one. Raises as `delete` does."""
+    for one in logged_steps(store, run):
+        if one.step <= until:
+            with suppress(NotFoundError):
+                delete(store, one.path(run))

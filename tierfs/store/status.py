@@ -89,10 +89,13 @@ def status(store: Store) -> dict[str, Any]:
     device = read_notes(store)
     if device is not None:
         report["tiers"]["device"] = device
-    pending = tiers.drafts.pending_below("")
-    report["queue_files"] = len(pending)
-    report["queue_bytes"] = sum(item.draft.length for item in pending.values())
-    report["oldest_age_s"] = _oldest_age_s([item.draft for item in pending.values()], store.clock.monotonic())
+    drafts = [item.draft for item in tiers.drafts.pending_below("", held=True).values()]
+    for kind, some in (
+        ("held", [one for one in drafts if one.is_held]),
+        ("queue", [one for one in drafts if not one.is_held]),
+    ):
+        report[f"{kind}_files"], report[f"{kind}_bytes"] = len(some), sum(draft.length for draft in some)
+    report["oldest_age_s"] = _oldest_age_s((one for one in drafts if not one.is_held), store.clock.monotonic())
     report["counters"] = _counted_by("process", dict(sorted(tiers.counters.items())))
     if tiers.flusher.is_running():
         try:

@@ -106,6 +106,7 @@ class SaveDecider:
             agree_every=self._at_steps.every + (self._world.size > 1),
             is_saving=self._saves.is_saving,
             is_preempted=self._signals.received != 0,
+            lost_share=min([1.0, *(getattr(policy, "lost_share", 1.0) for policy in self._policies[FULL])]),
         )
 
     def made_save(self, step: int, blocked_s: float) -> None:

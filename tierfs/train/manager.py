@@ -133,6 +133,8 @@ class Manager:
         )
         replay = next((each for each in full_policies if isinstance(each, Replay)), None)
         self._log = Recorder(replay, self._run, self._world) if replay is not None else None
+        self._unlogged = self._log.paused if self._log is not None else nullcontext
+        self._again: StepsAgain | None = None
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._saves)
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
@@ -306,7 +308,7 @@ class Manager:
         try:
             if self._log is not None and kind == "full":
                 self._log.before_save(step, parts)
-            with self._log.paused() if self._log is not None else nullcontext():
+            with self._unlogged():
                 values, said = parts.to_save(step, kind)
             if self._log is not None and kind == "full":
                 said[CHAIN] = self._log.next_chain
@@ -391,7 +393,7 @@ class Manager:
             raise InvalidInputError(f"kind must be 'full' or 'any', not {kind!r}")
         self.wait(self._timeout_s)
         only = (only,) if isinstance(only, str) else only
-        with self._log.paused() if self._log is not None else nullcontext():
+        with self._unlogged():
             found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
         self._saves.save_s = 0.0
@@ -403,18 +405,12 @@ class Manager:
                 self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
                 self._history.resume(found.step, history_in(self._run.record_of(found.step), self._world.rank))
         if self._log is not None and found is not None and not only:
-            found = self._make_again(found, state, is_newest=step is None)
+            load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
+            self._again = StepsAgain(self._log, self._run, self._world, found, state, load)
+            found = self._again.make(is_newest=step is None)
+            for at, metrics in self._again.metrics:
+                self._history.add(at, metrics)
         self._restored = found if not only else None
-        return found
-
-    def _make_again(self, found: Restored, state: Any, *, is_newest: bool) -> Restored:
-        """Make the logged steps after a restored checkpoint again, unless the user chose its step."""
-        assert self._log is not None
-        load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
-        again = StepsAgain(self._log, self._run, self._world)
-        found = again.after(found, state, load, is_newest=is_newest)
-        for step, metrics in again.metrics:
-            self._history.add(step, metrics)
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -474,9 +470,15 @@ class Manager:
         if restored is None:
             raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
         load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")
-        return Prover(self._run, self._world, restored).prove(
-            as_state(state), train, lambda step: load(step=step), steps=steps, metric=metric, tolerance=tolerance
-        )
+        how: dict[str, Any] = {"steps": steps, "metric": metric, "tolerance": tolerance}
+        if restored.replayed and self._again is not None:
+            with self._unlogged():
+                found = self._again.prove(train, **how)
+            self.restore(state)
+            return found
+        with self._unlogged():
+            prover = Prover(self._run, self._world, restored)
+            return prover.prove(as_state(state), train, lambda step: load(step=step), **how)
 
     def best(self, metric: str, mode: str = "min") -> int | None:
         """Return the complete step with the best value of a metric; ``None`` if no such step has it.

@@ -35,6 +35,7 @@ class Context:
         agree_every: Steps that may pass until the ranks act on a policy's answer.
         is_saving: Whether a save is in flight.
         is_preempted: Whether this rank got a signal that `Preemption` handles.
+        lost_share: The share of the time since the last full save that a failure costs: less than 1 with `Replay`.
     """
 
     now_s: float
@@ -45,6 +46,7 @@ class Context:
     agree_every: int = 1
     is_saving: bool = False
     is_preempted: bool = False
+    lost_share: float = 1.0
 
 
 @runtime_checkable
@@ -155,7 +157,7 @@ class YoungDaly:
         # Before the first save its cost is unknown: the time of a step is a guess of the right order.
         cost_s = context.blocked_s or context.step_s
         # The step nearest to the end of the interval is at most half a step away from it.
-        return context.since_s + context.step_s / 2 >= young_daly_s(cost_s, self.mtbf_s)
+        return context.since_s + context.step_s / 2 >= young_daly_s(cost_s, self.mtbf_s / context.lost_share)
 
 
 def young_daly_s(cost_s: float, mtbf_s: float) -> float:

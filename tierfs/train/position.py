@@ -33,12 +33,12 @@ def positions(loaders: Sequence[Any]) -> dict[str, Any]:
 def set_positions(loaders: Sequence[Any], saved: Any, epoch: int) -> list[str]:
     """Set the positions that `positions` returned. Return in words why the data differs; empty if it is the same.
 
-    Earlier checkpoints have a list of the loaders' own states. ``epoch`` is for loaders that do not tell theirs.
+    ``epoch`` is for loaders that do not tell theirs.
 
     Raises:
         InvalidInputError: A loader does not take its position, for example because its data set is shorter.
     """
-    found = saved["loaders"] if isinstance(saved, dict) else [{"state": state} for state in saved]
+    found = saved["loaders"]
     if len(found) != len(loaders):
         return [
             f"{len(found)} data loaders were saved, but the state has {len(loaders)}: none is at its saved position"

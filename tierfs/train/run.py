@@ -329,10 +329,7 @@ class RunDirectory:
                 return "left"
             if line is None:
                 return "foreign"
-        if checkpoint.note is not None and checkpoint.note.kind is not None:
-            return checkpoint.note.kind
-        about = self.about(checkpoint)  # an early manager wrote the kind only there
-        return about.kind if about is not None else "full"
+        return (checkpoint.note.kind if checkpoint.note is not None else None) or "full"
 
     def note_of(self, step: int, name: str) -> dict[str, Any]:
         """Return the JSON object in a note beside a checkpoint; empty if there is no readable one."""

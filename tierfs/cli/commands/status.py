@@ -157,6 +157,10 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
+    if report.get("held_files"):
+        facts.append(
+            ("held in ram", f"{report['held_files']} files, {format_bytes(report['held_bytes'])}: logs of steps")
+        )
     if "peers" in report:
         facts += _peers(report["peers"])
     if "peer_problem" in report:

@@ -102,7 +102,7 @@ class StorePlace:
         """
         if not names_checkpoint(self.path) or self.kind() is not None:
             return self
-        from tierfs.checkpoint.named import named_checkpoint  # noqa: PLC0415 - most paths need none of it
+        from tierfs.checkpoint.catalog import named_checkpoint  # noqa: PLC0415 - most paths need none of it
 
         above, _, name = self.path.rpartition("/")
         path = named_checkpoint(self.store, above, name)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsErr
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of
 from tierfs.train.agree import World
+from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
 from tierfs.train.replay.file import LoggedFile, StepFacts
 from tierfs.train.replay.parts import REST, Parts, groups_of, kind_of, local, parameters_of
 from tierfs.train.replay.recorder import Recorder
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import as_state
+from tierfs.train.values import pack
 
 CHAIN = "replay"
 """The name of a checkpoint's chain among the facts of its own description."""
@@ -35,104 +39,141 @@ _FLAGS = (bool, str, type(None))
 _logger = logging.getLogger("tierfs.train")
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step that all ranks have, and this rank's file of it."""
-
-    logged: LoggedStep
-    file: LoggedFile
-
-
 class StepsAgain:
-    """Makes the steps again that a run's log has after a checkpoint.
+    """Makes the steps again that a run's log has after a restored checkpoint.
+
+    Args:
+        recorder: Goes on with the log.
+        run: The directory of the run.
+        world: The ranks.
+        base: The outcome of the restore.
+        state: The restored state, as the user passed it.
+        load: Restores the checkpoint once more.
 
     Attributes:
         metrics: The recorded metrics of each step that was made again.
     """
 
-    def __init__(self, recorder: Recorder, run: RunDirectory, world: World) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        run: RunDirectory,
+        world: World,
+        base: Restored,
+        state: Any,
+        load: Callable[[], object],
+    ) -> None:
         self._policy = recorder.policy
+        self._recorder = recorder
         self._run = run
         self._world = world
-        self._recorder = recorder
-        self._rest: dict[str, torch.Tensor] = {}  # the newest of each logged tensor besides gradients
+        self._base = base
+        self._load = load
+        self._parts = Parts(as_state(state))
+        self._policy.check(self._parts.optimizers)
+        self._others: dict[str, torch.Tensor] = {}  # the newest of each logged tensor besides gradients
         self.metrics: list[tuple[int, Mapping[str, float]]] = []
 
-    def after(self, found: Restored, state: Any, load: Callable[[], object], *, is_newest: bool) -> Restored:
-        """Make the logged steps after a restored full checkpoint again.
+    def make(self, *, is_newest: bool) -> Restored:
+        """Make the steps again, and go on with the log after them.
 
         Args:
-            found: The outcome of the restore.
-            state: The restored state, as the user passed it.
-            load: Restores the checkpoint once more.
             is_newest: Whether to make steps again. Otherwise training goes on from the checkpoint.
 
         Returns:
             The outcome with the last step that was made again.
         """
-        parts = Parts(as_state(state))
-        self._policy.check(parts.optimizers)
+        base, gather = self._base, partial(self._world.gather, group=self._world.training)
         store, run = self._run.open()
         own = [one for one in logged_steps(store, run) if one.rank == self._world.rank]
-        roots = {f"save:{self._save_id(found.step)}"}
-        if found.about is not None and CHAIN in found.about.state:
-            roots.add(str(found.about.state[CHAIN]))
-        steps, stopped = list[_Planned](), ""
-        if is_newest and found.is_exact and found.kind == "full":
-            steps, stopped = self._plan(store, run, own, found.step, roots, parts)
-        elif is_newest and any(one.step > found.step for one in own):
+        ids = {f"save:{self._save_id(base.step)}"}
+        if base.about is not None and CHAIN in base.about.state:
+            ids.add(str(base.about.state[CHAIN]))
+        parent = max(ids, key=lambda name: not name.startswith("save:"))
+        is_whole = base.is_exact and base.kind == "full"
+        steps, stopped, notes = list[LoggedFile](), "", list[str]()
+        if is_newest and is_whole:
+            steps, stopped = self._plan(store, run, own, ids)
+            steps, stopped, notes = self._make_proven(steps, stopped)
+        elif is_newest and any(one.step > base.step for one in own):
             stopped = "the checkpoint itself is not restored exactly"
-        steps, stopped, notes = self._make_proven(steps, stopped, parts, load)
         for each in steps:
-            self.metrics += each.file.facts.metrics.items()
-        at = steps[-1].logged.step if steps else found.step
-        kept = [(each.logged.step, each.logged.path(run), each.file.length) for each in steps]
+            self.metrics += each.facts.metrics.items()
+            parent = each.logged.chain
+        at = steps[-1].logged.step if steps else base.step
+        kept = [(each.logged.step, each.logged.path(run), each.length) for each in steps]
         paths = {path for _, path, _ in kept}
-        left = [path for one in own if (path := one.path(run)) not in paths]
-        parent = steps[-1].logged.chain if steps else max(roots, key=lambda name: not name.startswith("save:"))
-        if found.is_exact and found.kind == "full":
-            self._recorder.restored(at, parts.state, parent, kept, left)
+        if is_whole:
+            left = [path for one in own if (path := one.path(run)) not in paths]
+            self._recorder.restored(at, self._parts.state, parent, kept, left)
         if stopped and self._world.is_first:
-            _logger.warning("%s: %d steps were made again, up to step %d: %s", self._run.url, len(steps), at, stopped)
-        levels = [level_of(store, path) for path in paths]
+            _logger.warning("%s: %d files were made again, up to step %d: %s", self._run.url, len(steps), at, stopped)
         level = min(
-            Level.parse(found.level), *self._world.gather(min(levels, default=Level.OBJECT), self._world.training)
+            Level.parse(base.level), *gather(min((level_of(store, path) for path in paths), default=Level.OBJECT))
         )
-        told = self._world.gather(tuple(notes), self._world.training)
-        everyones = tuple(dict.fromkeys(note for each in told for note in each))
-        return replace(
-            found, step=at, level=level.label, replayed=len(steps), stopped=stopped, notes=(*found.notes, *everyones)
-        )
+        everyones = dict.fromkeys(note for told in gather(notes) for note in told)
+        notes_all = (*base.notes, *everyones)
+        return replace(base, step=at, level=level.label, replayed=len(steps), stopped=stopped, notes=notes_all)
+
+    def prove(self, train: Callable[[int], float] | None, *, steps: int, metric: str, tolerance: float) -> ResumeReport:
+        """Compare the state with that of a training which makes the same steps from the checkpoint on.
+
+        The checkpoint's state, the losses of the steps and the state after them are compared. The state is left as
+        training makes it. For the arguments see `Prover.prove`.
+        """
+        parts, base = self._parts, self._base
+        after, last = self._told(), self.metrics[-1][0]
+        self._load()
+        prover = Prover(self._run, self._world, base)
+        has_step = parts.state.step
+        values, _ = parts.state.to_save(base.step, "full")
+        checks = prover.compare(values, has_step, parts.state.learning_rates)
+        recorded = {at: found[metric] for at, found in self.metrics if metric in found}
+        wanted = tuple(takewhile(recorded.__contains__, (at for at, _ in self.metrics)))[:steps] if train else ()
+        if train is None or not wanted:
+            why = f"no step after {base.step} has a recorded {metric!r}" if train else "no step was to be made"
+            return ResumeReport(last, (), (*checks, PartCheck("losses", UNKNOWN, why)))
+        checks.append(prover.replay(train, wanted, recorded, tolerance))
+        if wanted[-1] != last:
+            why = f"training made {len(wanted)} of {len(self.metrics)} steps: give steps={len(self.metrics)}"
+            checks.append(PartCheck("steps made again", UNKNOWN, why))
+        else:
+            told = self._world.gather(self._told() == after, self._world.training)
+            differ = [f"rank {rank}" for rank, is_same in enumerate(told) if not is_same]
+            checks.append(PartCheck("steps made again", DIFFERENT if differ else SAME, ", ".join(differ)))
+        return ResumeReport(last, wanted, tuple(checks))
+
+    def _told(self) -> tuple[str, str]:
+        """Return digests of this rank's state: of its tensors, and of its random generators and schedules."""
+        values = {name: value for name, value in self._parts.values().items() if name != "loader"}
+        return self._parts.digest(), pack(values)
 
     def _save_id(self, step: int) -> str:
         note = self._run.checkpoint(step).note
         return note.save_id if note is not None else ""
 
-    def _plan(
-        self, store: Store, run: str, own: Sequence[LoggedStep], step: int, ids: set[str], parts: Parts
-    ) -> tuple[list[_Planned], str]:
-        """Return the steps after one that all ranks have, in order, and why they stop; empty if no file follows.
+    def _plan(self, store: Store, run: str, own: Sequence[LoggedStep], ids: set[str]) -> tuple[list[LoggedFile], str]:
+        """Return the files after the checkpoint that all ranks have, in order, and why they stop; empty if none follows.
 
         ``ids`` names the chain and the save that the state belongs to.
         """
-        mine: dict[LoggedStep, _Planned] = {}
+        mine: dict[LoggedStep, LoggedFile] = {}
         told: dict[tuple[str, int, int], tuple[str, str]] = {}
-        size, build = self._world.size, parts.build()
+        step, size, build = self._base.step, self._world.size, self._parts.build()
         for one in own:
             if one.step <= step or one.ranks != size:
                 continue
             key, parent, why = (one.chain, one.after, one.step), "", ""
             try:
-                file = LoggedFile(store, one.path(run))
-                mine[one] = _Planned(one, file)
+                file = mine[one] = LoggedFile(store, run, one)
                 parent = file.facts.parent if file.facts.base == one.after else ""
-                why = _doubt(file.facts, build, parts)
+                why = _doubt(file.facts, build, self._parts)
             except _UNREADABLE as error:
                 why = str(error)
             told[key] = parent, why
         everyones = self._world.gather(told, self._world.training)
         others = sorted({one.ranks for one in own if one.step > step and one.ranks != size})
-        found: list[_Planned] = []
+        found: list[LoggedFile] = []
         while True:
             follows = [
                 key
@@ -151,52 +192,53 @@ class StepsAgain:
             ids = {chain}
             found.append(mine[LoggedStep(chain, after, step, self._world.rank, size)])
 
-    def _make_proven(
-        self, steps: list[_Planned], stopped: str, parts: Parts, load: Callable[[], object]
-    ) -> tuple[list[_Planned], str, list[str]]:
+    def _make_proven(self, steps: list[LoggedFile], stopped: str) -> tuple[list[LoggedFile], str, list[str]]:
         """Make the planned steps, or those up to the last proven one. Return them, why they stop, and notes."""
+        parts = self._parts
         reasons = [why for optimizer in parts.optimizers if (why := self._policy.reason_against(optimizer))]
         while True:
             with self._recorder.paused():
-                made, proven, why = self._make(steps, parts, is_exact=not reasons)
-            if why:
-                stopped = why
+                made, proven, why = self._make(steps, is_exact=not reasons)
+            stopped = why or stopped
             if made >= 0:
                 break
-            load()
+            self._load()
             steps = steps[:proven]
         steps = steps[:made]
-        notes = self._finish(steps, parts)
-        if steps:
-            notes += [f"{len(steps)} steps were made again only approximately: {reason}" for reason in reasons]
+        if not steps:
+            return steps, stopped, []
+        parts.set_tensors(steps[-1].facts.values, self._others)
+        notes = parts.set_values(steps[-1].logged.step, steps[-1].facts.values)
+        notes += [f"{len(steps)} files of steps were made again only approximately: {reason}" for reason in reasons]
         return steps, stopped, notes
 
-    def _make(self, steps: Sequence[_Planned], parts: Parts, *, is_exact: bool) -> tuple[int, int, str]:
+    def _make(self, steps: Sequence[LoggedFile], *, is_exact: bool) -> tuple[int, int, str]:
         """Make steps again.
 
         Returns:
-            How many were made, -1 if the state has to be restored again; how many of them are proven; and why they
-            stop.
+            How many files were made, -1 if the state has to be restored again; how many of them are proven; and why
+            they stop.
         """
-        self._rest = {}
-        proven = 0
+        self._others = {}
+        parts, proven = self._parts, 0
         with ThreadPoolExecutor(1, thread_name_prefix="tierfs-replay") as ahead:
-            reading = ahead.submit(steps[0].file.tensors) if steps else None
+            reading = ahead.submit(steps[0].tensors) if steps else None
             for number, each in enumerate(steps):
                 assert reading is not None
                 tensors, problem = self._read(reading)
-                reading = ahead.submit(steps[number + 1].file.tensors) if number + 1 < len(steps) else None
+                reading = ahead.submit(steps[number + 1].tensors) if number + 1 < len(steps) else None
                 if problems := self._problems(problem):
                     return number, proven, f"step {each.logged.step}: {problems[0]}"
-                facts = each.file.facts
-                for at, event in enumerate(facts.events):
+                for at, event in enumerate(each.facts.events):
                     _step(parts, event, tensors, f"{at}:" if at else "")
-                for optimizer, groups in zip(parts.optimizers, facts.groups, strict=True):
+                for optimizer, groups in zip(parts.optimizers, each.facts.groups, strict=True):
                     _set_groups(optimizer, groups)
-                self._rest |= {name: tensor for name, tensor in tensors.items() if name.startswith(REST)}
-                if facts.digest and is_exact:
-                    parts.set_tensors(facts.values, self._rest)
-                    differs = "" if parts.digest() == facts.digest else "the state differs from the digest in the log"
+                self._others |= {name: tensor for name, tensor in tensors.items() if name.startswith(REST)}
+                if each.facts.digest and is_exact:
+                    parts.set_tensors(each.facts.values, self._others)
+                    differs = (
+                        "" if parts.digest() == each.facts.digest else "the state differs from the digest in the log"
+                    )
                     if problems := self._problems(differs):
                         return -1, proven, f"step {each.logged.step}: {problems[0]}"
                     proven = number + 1
@@ -215,14 +257,6 @@ class StepsAgain:
         if not world.begin_greatest([int(bool(problem))], world.training)()[0]:
             return []
         return [each for each in world.gather(problem, world.training) if each]
-
-    def _finish(self, steps: Sequence[_Planned], parts: Parts) -> list[str]:
-        """Set everything besides the parameters and optimizers as it was after the last of these steps."""
-        if not steps:
-            return []
-        facts = steps[-1].file.facts
-        parts.set_tensors(facts.values, self._rest)
-        return parts.set_values(steps[-1].logged.step, facts.values)
 
 
 def _doubt(facts: StepFacts, build: Mapping[str, Any], parts: Parts) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tierfs.checkpoint.replayed import LoggedStep
 from tierfs.codec.layout.safetensors import HeaderEntry, read_table
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors
@@ -104,14 +105,17 @@ class LoggedFile:
     """A file of the log, opened for reading.
 
     Attributes:
-        facts: What it says.
+        logged: Its name.
+        facts: Its content beside the tensors.
         length: Of the file, in bytes.
 
     Raises:
         NotFoundError, CorruptionError, FormatError: It cannot be read, or a newer tierfs wrote it.
     """
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: Store, run: str, logged: LoggedStep) -> None:
+        self.logged = logged
+        path = logged.path(run)
         self._reader = open_entry(store, stat_to_read(store, path))
         self._where, self.length = store.where(path), self._reader.length
         self._table, self._begin = read_table(self._reader.read_into, self.length, self._where)

@@ -26,6 +26,8 @@ ELEMENTWISE = (
     torch.optim.Adagrad,
 )
 """Optimizers that compute each element of a parameter from the same element of its gradient and state."""
+AGAIN_SHARE = 0.25
+"""The most of a step's time that it takes to make the step again: ``integration/bench/replay.py`` measures it."""
 _REASONS = {
     "Adafactor": "its update sums over rows and columns",
     "Muon": "its update multiplies matrices",
@@ -80,6 +82,11 @@ class Replay:
     def ring_bytes(self) -> int:
         """The most bytes of the log of each rank."""
         return parse_size(self.ring)
+
+    @property
+    def lost_share(self) -> float:
+        """The share of the time since the last full save that a failure costs."""
+        return AGAIN_SHARE if self._recorder is not None and self._recorder.chain else 1.0
 
     def attach(self, recorder: Recorder) -> None:
         """Ask this recorder from now on whether to save."""
