@@ -84,7 +84,7 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store,
     ]
     assert listed[0].keys() == {
         "name", "step", "state", "level", "size", "stored", "shared", "freed", "tensors", "objects", "files", "format",
-        "kind", "created", "problems", "waiting",
+        "kind", "created", "problems", "waiting", "logged_steps",
     }  # fmt: skip
     assert (listed[0]["level"], listed[0]["tensors"], listed[0]["problems"]) == ("object", 3, [])
     assert listed[0]["size"] > 120_000
