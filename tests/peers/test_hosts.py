@@ -1,9 +1,13 @@
 """Two or three hosts, each with a flusher process, over a directory that all of them see."""
 
 import contextlib
+import json
+import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -308,3 +312,35 @@ def test_a_read_waits_only_briefly_for_a_host_that_hangs(hosts):
         assert time.monotonic() - begin < WAIT_S
     finally:
         holders[0].signal(signal.SIGCONT)
+
+
+def test_hosts_are_found_at_given_addresses(hosts):
+    holder, other = hosts("b", bandwidth=1), hosts("c")
+    owner = hosts("a", bandwidth=1, peer_hosts=f"127.0.0.1:1,{holder.settings['peer_listen']}")
+    fs, root = save(owner, {"x": content(25)})
+    assert fs.status(root)["peers"]["live"] == 1
+    assert until(lambda: holder.status()["peers"]["holds_files"] == 1, WAIT_S)
+    owner.lose()
+    until(lambda: read_all(other.url, ["x"]) or holder.status()["peers"]["holds_for"], WAIT_S)
+    fs, root = other.open()
+    assert fs.cat_file(f"{root}/run/x") == content(25)
+
+
+def test_doctor_tries_each_other_host(hosts):
+    one, two = hosts("a"), hosts("b")
+    settings = {"state_dir": one.state, **one.settings}
+    names = ("state_dir", "peers", "peer_listen", "ram", "nvme")
+    environment = {**os.environ, **{f"TIERFS_{name.upper()}": str(settings[name]) for name in names}}
+    until(lambda: one.status()["peers"]["live"] == 1, WAIT_S)
+
+    def checked():
+        command = [sys.executable, "-m", "tierfs.cli", "doctor", f"tierfs::{one.url}", "--json"]
+        out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False).stdout
+        return [each for each in json.loads(out)["checks"] if each["name"].startswith("peer")]
+
+    assert [each["state"] for each in checked()] == ["ok"]
+    two.signal(signal.SIGKILL)
+    (check,) = checked()
+    assert check["state"] == "problem"
+    assert "refused" in check["found"]
+    assert "firewall" in check["advice"]

@@ -191,11 +191,12 @@ class Peering:
             self._again.clear()
 
     def _refresh(self, store: Store) -> None:
-        self.members.refresh(store.objects, self._server.port, store.descriptor.lease_s)
+        owners = self.room.owners()
+        self.members.refresh(store.objects, self._server.port, store.descriptor.lease_s, owners)
         self._warned.discard("list")
         self._lost &= {held.draft.write_id for held in self.room.held()}
         self.room.forget_hosts(self.members.knows)
-        for owner in self.room.owners():
+        for owner in owners:
             is_gone = self.members.is_gone(owner)
             for held in self.room.held(owner):
                 if (is_gone or held.draft.write_id in self._lost) and not held.is_conflict:

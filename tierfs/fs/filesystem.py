@@ -61,7 +61,7 @@ class TierFileSystem(Changing):
         loop: As in fsspec.
         batch_size: As in fsspec.
         **options: Other options of fsspec; and ``peers``, ``peer_listen``, ``peer_domain``, ``peer_ram``,
-            ``peer_nvme``, ``peer_bandwidth`` and ``peer_share``, see docs/reference/peers.md.
+            ``peer_nvme``, ``peer_bandwidth``, ``peer_hosts`` and ``peer_share``, see docs/reference/peers.md.
 
     Raises:
         InvalidInputError: An option or the object tier's filesystem is unknown.

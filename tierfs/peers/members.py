@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -19,11 +19,12 @@ import xxhash
 from tierfs.clock import Clock
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.peer import PEER_BYTES_MAX, PeerRecord
+from tierfs.format.peer import PEER_BYTES_MAX, PeerRecord, peer_id
 from tierfs.host.filesystems import disk_errors
 from tierfs.objects.checksums import read_decoded
-from tierfs.objects.protocol import OVERWRITE, ObjectTier, Version, objects_below
+from tierfs.objects.protocol import OVERWRITE, ObjectInfo, ObjectTier, Version, objects_below
 from tierfs.peers.settings import Identity, PeerSettings
+from tierfs.threads import transfers
 
 MEMBERS_FILE = "peers.members"
 REST_S_MIN, REST_S_MAX = 1.0, 30.0
@@ -61,6 +62,7 @@ class Members:
         self._resting: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._sequence = clock.now_ns()
         self._listed_s: float | None = None  # when `refresh` last succeeded
+        self._places: dict[str, tuple[str, int]] = {}  # where hosts answered, of the addresses that were given
         self._file = identity.directory / MEMBERS_FILE
         self._written: dict[str, str] | None = None  # the file's content
         self.is_listed = threading.Event()
@@ -71,13 +73,14 @@ class Members:
     def __repr__(self) -> str:
         return f"Members({self.me}, {len(self._members)} others)"
 
-    def refresh(self, objects: ObjectTier, port: int, duration_s: int) -> None:
+    def refresh(self, objects: ObjectTier, port: int, duration_s: int, owners: Collection[str] = ()) -> None:
         """Renew this host's record, and read those of the others.
 
         Args:
             objects: The object tier.
             port: The port at which this host listens.
             duration_s: How long the record counts.
+            owners: Hosts whose records are read even if they do not answer at the addresses that were given.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed. The hosts known so far stay known.
@@ -95,7 +98,7 @@ class Members:
         )
         objects.put(peer_key(self.me), [record.encode()], mode=OVERWRITE)
         found = {}
-        listed = list(objects_below(objects, keys.PEERS))
+        listed = self._called(objects, owners) if mine.hosts else list(objects_below(objects, keys.PEERS))
         now = self._clock.monotonic()
         # After a time in which this host could not look, the others' time begins again: they could not renew either.
         is_late = self._listed_s is not None and now - self._listed_s > duration_s / 2
@@ -113,11 +116,33 @@ class Members:
             with contextlib.suppress(NotFoundError, CorruptionError, FormatError):
                 other, _, _ = read_decoded(objects, info.key, PEER_BYTES_MAX, PeerRecord.decode, info.key)
                 if other.id == name:
-                    found[name] = _Member(other, info.version, now)
+                    address, port = self._places.get(name, (other.address, other.port))
+                    found[name] = _Member(replace(other, address=address, port=port), info.version, now)
         with self._lock:
             self._members, self._listed_s = found, now
         self._write({**self.live(), self.me: record})
         self.is_listed.set()
+
+    def _called(self, objects: ObjectTier, owners: Collection[str]) -> list[ObjectInfo]:
+        """Return the records of the hosts at the addresses that were given, without listing the object tier.
+
+        The certificate that a host presents names its record. So a peer has to be able to write the object tier.
+        """
+        known = {place for name, place in self._places.items() if not self.is_gone(name)}
+
+        def call(place: tuple[str, int]) -> None:
+            if place not in known:
+                with contextlib.suppress(OSError):  # it is called again at the next refresh
+                    self._places[peer_id(self._identity.certificate_at(*place))] = place
+
+        def look(name: str) -> ObjectInfo | None:
+            try:
+                return objects.head(peer_key(name))
+            except NotFoundError:
+                return None
+
+        transfers().map(call, self._settings.hosts)
+        return [info for info in transfers().map(look, {*self._places, *owners}) if info is not None]
 
     def _write(self, hosts: Mapping[str, PeerRecord]) -> None:
         """Write the file of the hosts if it has changed, whatever their renewals."""

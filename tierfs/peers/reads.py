@@ -24,7 +24,7 @@ from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.clock import Clock, Pace
 from tierfs.digest import DigestKind
-from tierfs.errors import FormatError, TierfsError
+from tierfs.errors import FormatError, StoreError, TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.keys import is_at_or_below
 from tierfs.format.peer import PeerRecord
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 LAUNCH_S = 10.0
 """How long to wait for a flusher that lists the hosts."""
+UNLISTED_S = 5.0
+"""How long not to ask again after that failed."""
 KNOWN_S = 1.0
 """How long the drafts of the last look count."""
 LOOK_S = 2.0
@@ -53,6 +55,8 @@ READ_S, READ_RATE = 2.0, 8 << 20
 ASKS_MAX = 5
 """How often a host that fetches a chunk from the object tier is asked, as long as it answers something else at once."""
 LOOKS_MAX = 16
+_ERRORS = OSError, TierfsError, ValueError, KeyError, TypeError
+"""A host failed, or sent something that is no answer."""
 _logger = logging.getLogger("tierfs.peers")
 
 
@@ -184,7 +188,7 @@ class PeerReader:
                     **stored,
                 )
                 named = [bytes.fromhex(each) for each in answer["digests"] or ()]
-            except (OSError, TierfsError, ValueError, KeyError, TypeError) as error:
+            except _ERRORS as error:
                 if stored and asks > 1 and isinstance(error, TimeoutError) and self._is_there(known):
                     return self._read_from(host, name, row, parts, asks=asks - 1, **stored)  # its fetch goes on
                 self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
@@ -226,7 +230,7 @@ class PeerReader:
             try:
                 self._list()
             except (OSError, TierfsError, ValueError, TimeoutError) as error:
-                self._next_s = self._clock.monotonic() + REST_S_MAX
+                self._next_s = self._clock.monotonic() + UNLISTED_S
                 self._counters.fall_back("peers_unlisted", "the changes that other hosts hold are not seen: %s", error)
                 return
             now = self._clock.monotonic()
@@ -247,6 +251,10 @@ class PeerReader:
         file = self._directory / MEMBERS_FILE
         if not file.exists() or not self._flusher.is_running():
             self._flusher.request("peers", timeout_s=LAUNCH_S)
+        if not file.exists():
+            raise StoreError(
+                "this host's flusher has no list of the other hosts: `tierfs status` says why", tier="peer"
+            )
         status = file.stat()
         if (status.st_ino, status.st_mtime_ns) == self._listed_at:
             return
@@ -269,17 +277,43 @@ class PeerReader:
         if gone:
             self._note()
 
+    def problems(self) -> dict[str, str]:
+        """Connect to each other host. Return what failed by the host's name and address; empty text if nothing did.
+
+        Raises:
+            StoreError, TimeoutError: This host's flusher has no list of the hosts.
+        """
+        with self._lock:
+            self._list()
+            others = [host for name, host in self._hosts.items() if name != self._me]
+        found = {}
+        for host in others:
+            where = f"{host.record.host} at {host.record.address}:{host.record.port}"
+            try:
+                self._meet(host)
+                found[where] = ""
+            except _ERRORS as error:
+                found[where] = str(error)
+        return found
+
     def _ask(self, host: _Host) -> bool:
         """Fetch the drafts of a host. Return whether they have changed."""
+        try:
+            return self._meet(host)
+        except _ERRORS as error:
+            self._rest(host, "changes that only %s at %s holds are not seen: %s", error)
+            return False
+
+    def _meet(self, host: _Host) -> bool:
+        """Fetch the drafts of a host, which may have to read this host's certificate first."""
         ends = self._clock.monotonic() + (MEET_S if host.changes is None else 0.0)
         while True:
             try:
                 return self._fetch_drafts(host)
-            except (OSError, TierfsError, ValueError, KeyError, TypeError) as error:  # noqa: PERF203 - it sleeps
+            except _ERRORS as error:  # noqa: PERF203 - it sleeps
                 is_gone = isinstance(error, (ConnectionRefusedError, TimeoutError))
                 if is_gone or self._clock.monotonic() > ends:
-                    self._rest(host, "changes that only %s at %s holds are not seen: %s", error)
-                    return False
+                    raise
                 self._clock.sleep(REST_S_MIN / 4)
 
     def _fetch_drafts(self, host: _Host) -> bool:

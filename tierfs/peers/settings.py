@@ -14,11 +14,13 @@ from pathlib import Path
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.format.peer import peer_id
 from tierfs.host.filesystems import refused
+from tierfs.peers.wire import dial
 
 PEERS_MAX = 3
 PORT, PORT_MAX = 7946, 65535
 IDENTITY_FILE = "peer.pem"
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>\d{1,5}))?")
+CALL_S = 2.0
 _YEARS = 100
 
 
@@ -34,6 +36,7 @@ class PeerSettings:
         ram_bytes: Most memory for the changes of other hosts.
         nvme_bytes: Most room on the disk for the changes of other hosts.
         bandwidth: Most bytes per second to other hosts; 0 for no limit.
+        hosts: Addresses and ports of the other hosts. If empty, they are found by listing the object tier.
         reads_once: Whether processes of this host read a chunk of the object tier from the host that fetches it for all.
     """
 
@@ -45,14 +48,27 @@ class PeerSettings:
     nvme_bytes: int = 0
     bandwidth: int = 0
     reads_once: bool = False
+    hosts: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> list[str]:
         """Return these settings as arguments of ``tierfs flusher run``."""
-        address = f"[{self.address}]" if ":" in self.address else self.address
-        given = {"--peers": self.count, "--peer-listen": f"{address}:{self.port}", "--peer-domain": self.domain}
+        listen, hosts = _place(self.address, self.port), ",".join(_place(*each) for each in self.hosts)
+        given = {"--peers": self.count, "--peer-listen": listen, "--peer-domain": self.domain, "--peer-hosts": hosts}
         given |= {"--peer-ram": self.ram_bytes, "--peer-nvme": self.nvme_bytes, "--peer-bandwidth": self.bandwidth}
         # The command line refuses an empty argument.
         return [text for name, value in given.items() if value != "" for text in (name, str(value))]
+
+
+def _place(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
+    """Return the addresses and ports of ``ADDRESS[:PORT],...``. Raises `InvalidInputError` if it is something else."""
+    try:
+        return tuple(parse_listen(each) for each in text.split(",") if each.strip())
+    except InvalidInputError as error:
+        raise InvalidInputError(f"peer_hosts={text!r} is not ADDRESS[:PORT],...") from error
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -147,6 +163,17 @@ class Identity:
         except OSError as error:
             raise refused(error, self._path, "cannot be written") from error
         return pem.decode("ascii")
+
+    def certificate_at(self, address: str, port: int) -> bytes:
+        """Return the certificate of the host that answers at an address. It is not known to be a peer.
+
+        Raises:
+            OSError: No host answers there.
+        """
+        context = self.context([], server=False)
+        context.verify_mode = ssl.CERT_NONE
+        with contextlib.closing(dial(address, port, context, CALL_S)) as connection:
+            return connection.certificate
 
     def context(self, trusted: Iterable[bytes], *, server: bool) -> ssl.SSLContext:
         """Return a context for TLS 1.3 in which both sides prove to have one of these certificates.

@@ -20,7 +20,7 @@ from tierfs.host.host import state_directory
 from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
-from tierfs.peers.settings import PEERS_MAX, PeerSettings, parse_listen
+from tierfs.peers.settings import PEERS_MAX, PeerSettings, parse_hosts, parse_listen
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
@@ -29,7 +29,16 @@ NVME_SHARE = "10%"
 PEER_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
-PEER_OPTIONS = ("peers", "peer_listen", "peer_domain", "peer_ram", "peer_nvme", "peer_bandwidth", "peer_share")
+PEER_OPTIONS = (
+    "peers",
+    "peer_listen",
+    "peer_domain",
+    "peer_ram",
+    "peer_nvme",
+    "peer_bandwidth",
+    "peer_share",
+    "peer_hosts",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class TierOptions:
         peer_ram: Most memory for the changes of other hosts: a size, or a share as with ``ram``. Default: ``10%``.
         peer_nvme: Most room on the disk for them: a size, or a share as with ``nvme``. Default: ``10%``.
         peer_bandwidth: Bytes per second to other hosts. Default: no limit.
+        peer_hosts: ``ADDRESS[:PORT],...`` of the other hosts. Default: they are found by listing the object tier.
         peer_share: 1 if all hosts together read each chunk of the object tier once. Default: 0.
     """
 
@@ -80,6 +90,7 @@ class TierOptions:
     peer_nvme: str | float | None = None
     peer_bandwidth: str | float | None = None
     peer_share: str | float | None = None
+    peer_hosts: str | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -215,6 +226,7 @@ def _peers(options: TierOptions, free_bytes: int) -> PeerSettings | None:
         size_of("peer_ram", ram, memory_limit()),
         size_of("peer_nvme", nvme, free_bytes),
         size_of("peer_bandwidth", options.peer_bandwidth or 0),
+        hosts=parse_hosts(options.peer_hosts or ""),
         reads_once=str(options.peer_share or 0) != "0",
     )
 
@@ -295,6 +307,7 @@ def from_environment() -> TierOptions:
         peers=os.environ.get("TIERFS_PEERS") or None,
         peer_listen=os.environ.get("TIERFS_PEER_LISTEN") or None,
         peer_domain=os.environ.get("TIERFS_DOMAIN") or None,
+        peer_hosts=os.environ.get("TIERFS_PEER_HOSTS") or None,
         peer_share=os.environ.get("TIERFS_PEER_SHARE") or None,
     )
 

@@ -27,7 +27,7 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import check_private, filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
 from tierfs.host.slab.memory import memory_limit
-from tierfs.session import parse_url
+from tierfs.session import open_store, parse_url
 from tierfs.session.descriptor import probe_store
 from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_environment, resolve
 from tierfs.session.url import configured_tiers
@@ -46,14 +46,19 @@ DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a fl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", help="also test this endpoint, as `tierfs probe` does")
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        nargs="?",
+        help="also test this endpoint, as `tierfs probe` does, and connect to the other hosts of its store, if this one has peers",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results. Return 1 if one of them is a problem."""
     checks = list(check_machine())
     if arguments.url:
-        checks.append(check_endpoint(arguments.url))
+        checks += [check_endpoint(arguments.url), *check_peers(arguments.url)]
     code = PROBLEM_EXIT_CODE if any(check.state == "problem" for check in checks) else 0
     lines = align([(check.state, check.name, printable(check.found)) for check in checks], states=(0,))
     shown = [
@@ -264,6 +269,27 @@ def check_endpoint(url: str) -> Check:
         missing = ", ".join(endpoint.missing)
         return Check("endpoint", "note", f"{url} does not support: {missing}", "let one process at a time write to it")
     return Check("endpoint", "ok", f"{url}: any number of writers")
+
+
+def check_peers(url: str) -> Iterator[Check]:
+    """Connect to each other host that holds changes of the store at a URL, if this host has peers."""
+    if not _settings().peers:
+        return
+    try:
+        store, _ = open_store(parse_url(url))
+        found = store.tiers.peers.problems() if store.tiers is not None and store.tiers.peers is not None else {}
+    except (TierfsError, OSError) as error:
+        yield Check("peers", "problem", describe(error).message)
+        return
+    if not found:
+        yield Check(
+            "peers", "note", "no other host of this store is there", "start a flusher with peers on other hosts"
+        )
+    for host, problem in found.items():
+        advice = (
+            "let both hosts connect to each other's peer_listen: firewall, network policy, address" if problem else ""
+        )
+        yield Check("peer", "problem" if problem else "ok", f"{host}{problem and ': '}{problem}", advice)
 
 
 def _versions() -> Check:

@@ -108,6 +108,7 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     )
     peers.add_argument("--peer-listen", metavar="ADDRESS[:PORT]", help="listen for other hosts at this address")
     peers.add_argument("--peer-domain", metavar="NAME", help="failure domain of this host, for example its rack")
+    peers.add_argument("--peer-hosts", metavar="ADDRESS[:PORT],...", help="the other hosts (default: list the store)")
     peers.add_argument("--peer-ram", metavar="BYTES", help="most memory for the changes of other hosts")
     peers.add_argument("--peer-nvme", metavar="BYTES", help="most room on the disk for the changes of other hosts")
     peers.add_argument("--peer-bandwidth", metavar="BYTES", help="bytes per second to other hosts (default: no bound)")
@@ -250,11 +251,12 @@ def _told_peers(arguments: argparse.Namespace) -> PeerSettings | None:
     """Return the settings of replication with which the client started this process."""
     if arguments.peers is None:
         return None
-    from tierfs.peers.settings import PeerSettings, parse_listen  # noqa: PLC0415 - only with peers
+    from tierfs.peers.settings import PeerSettings, parse_hosts, parse_listen  # noqa: PLC0415 - only with peers
 
     ram, nvme, rate = (parse_size(getattr(arguments, f"peer_{name}") or 0) for name in ("ram", "nvme", "bandwidth"))
     address, port = parse_listen(arguments.peer_listen)
-    return PeerSettings(int(arguments.peers), address, port, arguments.peer_domain or "", ram, nvme, rate)
+    hosts = parse_hosts(arguments.peer_hosts or "")
+    return PeerSettings(int(arguments.peers), address, port, arguments.peer_domain or "", ram, nvme, rate, hosts=hosts)
 
 
 def give_way(session: Path = _SESSION) -> bool:
