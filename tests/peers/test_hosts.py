@@ -344,3 +344,14 @@ def test_doctor_tries_each_other_host(hosts):
     assert check["state"] == "problem"
     assert "refused" in check["found"]
     assert "firewall" in check["advice"]
+
+
+def test_reads_do_not_wait_for_a_list_that_cannot_be_made(hosts, tmp_path):
+    host = hosts("a", peer_listen="192.0.2.1:7946")
+    fs, root = host.open(ack="object")
+    fs.pipe_file(f"{root}/run/x", content(26))
+    begin = time.monotonic()
+    for _ in range(20):
+        assert fs.cat_file(f"{root}/run/x") == content(26)
+    assert time.monotonic() - begin < WAIT_S
+    assert fs.status(root)["counters"]["process_peers_unlisted"] == 1

@@ -50,7 +50,7 @@ PAUSE_S = 0.5
 LIST_S = 5.0
 """How long a process of this host waits for the list of hosts."""
 SWEEP_S = 1.0
-BRINGS_MAX = 8
+BRINGS_MAX = 4
 """Chunks that are fetched at a time for other hosts. Each takes a buffer of its size."""
 COMPARE_S = 5.0
 """How often a host is asked what it holds, while nothing is sent to it."""
@@ -133,7 +133,7 @@ class Peering:
                 self._state.access.call(lambda publisher: self.members.leave(publisher.store().objects))
 
     def hosts(self) -> dict[str, Any]:
-        """Wait until a process of this host can find the hosts in the file of them, and return their number."""
+        """Wait until a process of this host can find the hosts in the file of them, or there is none. Return their number."""
         self.members.is_listed.wait(LIST_S)
         return {"live": len(self.members.live())}
 
@@ -178,11 +178,13 @@ class Peering:
                     if store.descriptor.single_writer:
                         text = "%s has a single writer, so its hosts cannot hold each other's changes"
                         self._warn("single", text, store.url)
+                        self.members.is_listed.set()
                     else:
                         self._refresh(store)
                     next_s = state.clock.monotonic() + store.descriptor.lease_s / RENEWALS
             except Exception as error:  # noqa: BLE001 - the thread must go on: no other one renews the record
                 state.counters["peer_list_failures"] += 1
+                self.members.is_listed.set()  # those who wait learn that there is no list
                 self._warn("list", "the list of peers cannot be renewed; those known so far stay: %s", error)
             self._start_senders()
             self._again.wait(PAUSE_S)

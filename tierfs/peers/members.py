@@ -66,7 +66,7 @@ class Members:
         self._file = identity.directory / MEMBERS_FILE
         self._written: dict[str, str] | None = None  # the file's content
         self.is_listed = threading.Event()
-        """Set once the file of the hosts is there, for the processes of this host."""
+        """Set once the file of the hosts is there, for the processes of this host, or could not be made."""
         with disk_errors(self._file):
             self._file.unlink(missing_ok=True)  # an earlier flusher's
 

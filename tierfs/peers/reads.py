@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import ssl
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
@@ -311,7 +312,8 @@ class PeerReader:
             try:
                 return self._fetch_drafts(host)
             except _ERRORS as error:  # noqa: PERF203 - it sleeps
-                is_gone = isinstance(error, (ConnectionRefusedError, TimeoutError))
+                # The last one: another host has the address now, for example this one, which came back empty.
+                is_gone = isinstance(error, (ConnectionRefusedError, TimeoutError, ssl.SSLCertVerificationError))
                 if is_gone or self._clock.monotonic() > ends:
                     raise
                 self._clock.sleep(REST_S_MIN / 4)
