@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from support.zygote import Zygote
 
 from tierfs.checkpoint.replayed import logged_steps
 from tierfs.cli import main
+from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
-from tierfs.store import delete, level_of, wait
-from tierfs.train import Every, Manager, Replay
+from tierfs.store import delete, level_of, load, stat, wait
+from tierfs.store import save as write
+from tierfs.train import Every, Manager, Replay, TrainState
 
 OPTIONS = {"ram": "96MiB", "nvme": "0", "timeout": 60.0}
 STEPS = 12
@@ -369,6 +372,16 @@ def test_sparse_gradients_and_a_dict_as_the_state(root):
     assert torch.equal(restored_state["mean"], state["mean"])
 
 
+class Lived:
+    """An extra value without content."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 KILLED = ("after backward", "before the copy", "after the copy", "after the step", "in the file", "after the file")
 
 
@@ -382,14 +395,11 @@ def live(url, where, at, directory):
         if killing:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class Killing:
+    class Killing(Lived):
         def state_dict(self):
             if where == "in the file":
                 kill()
             return {}
-
-        def load_state_dict(self, state):
-            pass
 
     training.state.extra = {"killing": Killing()}
     run = Manager(url, save=[Replay(ring="16MiB", prove_every=4)], **OPTIONS)
@@ -417,15 +427,8 @@ def test_a_process_killed_at_any_point_of_a_step_loses_that_step_at_most(root, w
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
-    class Killing:
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
     training = Training()
-    training.state.extra = {"killing": Killing()}
+    training.state.extra = {"killing": Lived()}
     with manager(root) as run:
         restored = run.restore(training.state)
         assert restored.step == (6 if where == "after the file" else 5)
@@ -477,3 +480,92 @@ def test_commands_show_the_log(root, capsys):
     assert len(log_of(root)) == 2
     assert main(["rm", "-r", f"{url}/replay"]) == 0
     assert log_of(root) == []
+
+
+def test_rubbish_in_the_log_is_passed_over(root):
+    store, path = trained(root)[0]
+    write(store, path.replace("/0-1.", "/8-9."), b"rubbish")
+    write(store, path.replace("/0-1.", "/3-11."), b"rubbish")
+    write(store, f"{path}.old", b"rubbish")
+    restored, training = resume(root)
+    assert restored.step == 3
+    assert "3-11" in restored.stopped
+    assert is_exact_at(training, 3)
+
+
+def test_a_ram_tier_without_room_for_the_log_and_a_save_is_refused(root):
+    with (
+        manager(root, ring="96MiB") as run,
+        pytest.raises(InvalidInputError, match="and a full save of the ranks here"),
+    ):
+        train(run, Training(), range(2))
+
+
+def test_the_log_of_a_killed_process_survives_the_flushers_sweeps(root, tmp_path):
+    process = zygote.start(live, root, "after the file", 6, str(tmp_path))
+    process.join()
+    store, path = log_of(root)[-1]
+    for _ in range(2):  # the second time, another flusher begins
+        wait(store, "", Level.OBJECT, 60)
+        flusher = store.tiers.flusher.request("status", {}, timeout_s=30)["pid"]
+        time.sleep(2.5)  # two of its sweeps
+        os.kill(flusher, signal.SIGKILL)
+    assert len(log_of(root)) == 6
+    assert load(store, path)
+    training = Training()
+    training.state.extra = {"killing": Lived()}
+    restored, _ = resume(root, training)
+    assert (restored.step, restored.replayed) == (6, 6)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter (LoRA), which alone is trained."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = torch.nn.Linear(inner.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, inner.out_features, bias=False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.inner(x) + self.up(self.down(x))
+
+
+def adapters():
+    torch.manual_seed(5)
+    model = ByteGPT(shape_for(100_000)).requires_grad_(False)
+    for block in model.blocks:
+        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    text = standard_library_text()[: 1 << 16]
+    data = ByteStream(text, batch=2, context=32, rank=0, world_size=1, seed=1)
+    return TrainState(model=model, optimizer=optimizer, scheduler=None, dataloader=data)
+
+
+def adapt(state):
+    state.optimizer.zero_grad()
+    loss = state.model(*state.dataloader.next_batch())
+    loss.backward()
+    state.optimizer.step()
+    return loss.item().hex()
+
+
+def test_an_adapter_of_the_demos_model_is_replayed_from_a_small_log(root):
+    plain = adapters()
+    losses = [adapt(plain) for _ in range(10)]
+    state = adapters()
+    with manager(root) as run:
+        for step in range(7):
+            assert adapt(state) == losses[step]
+            run.step(step, state)
+            run.wait()
+    trained_bytes = sum(each.nbytes for each in state.model.parameters() if each.requires_grad)
+    store, path = log_of(root)[-1]
+    assert stat(store, path).length < trained_bytes + 40_000
+    again = adapters()
+    with manager(root) as run:
+        restored = run.restore(again)
+        assert (restored.step, restored.replayed, restored.is_exact) == (6, 6, True)
+        assert [adapt(again) for _ in range(7, 10)] == losses[7:]
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), plain.model.parameters(), strict=True))

@@ -120,6 +120,12 @@ class Parts:
             for optimizer in self.optimizers
         ]
 
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's part of the parameters and the optimizers' state."""
+        each_of = (each for optimizer in self.optimizers for each in parameters_of(optimizer))
+        states = (value for optimizer in self.optimizers for own in optimizer.state.values() for value in own.values())
+        return sum(local(each).nbytes for each in (*each_of, *states) if isinstance(each, torch.Tensor))
+
     def build(self) -> dict[str, Any]:
         """Return the facts about this program and machine on which the bits of an update depend."""
         devices = sorted({each.device.type for optimizer in self.optimizers for each in parameters_of(optimizer)})

@@ -28,6 +28,7 @@ from tierfs.checkpoint.replayed import LoggedStep, logged_steps
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
+from tierfs.session.settings import ranks_here
 from tierfs.store import delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
@@ -106,7 +107,10 @@ class Recorder:
             self._metrics[step] = {name: float(value) for name, value in metrics.items()}
             if len(self._metrics) >= self.policy.every:
                 self._publish(step)
-        self._release()
+        try:
+            self._release()
+        except TierfsError as error:  # what is left is removed after a later full save
+            _logger.warning("%s: old files of the log could not be removed: %s", self._run.url, error)
         self.wants_save = self.wants_save or self._used > self.policy.ring_bytes // 2
 
     def _publish(self, step: int) -> None:
@@ -148,11 +152,13 @@ class Recorder:
     def _open_file(self) -> LogFile:
         if self._file is None:
             store, _ = self._run.open(write=True)
-            if store.tiers is None or store.tiers.ram.budget_bytes < self.policy.ring_bytes:
-                has = "none" if store.tiers is None else format_bytes(store.tiers.ram.budget_bytes)
+            assert self._parts is not None
+            needed = ranks_here() * (self.policy.ring_bytes + self._parts.nbytes())
+            has = 0 if store.tiers is None else store.tiers.ram.budget_bytes
+            if has < needed:  # otherwise a full save would wait for room that the log never gives
                 raise InvalidInputError(
-                    f"Replay(ring={self.policy.ring!r}) needs as much room in the ram tier, which has {has}: lower it, or "
-                    "raise ram= (TIERFS_RAM)"
+                    f"Replay(ring={self.policy.ring!r}) and a full save of the ranks here need {format_bytes(needed)} in the "
+                    f"ram tier, which has {format_bytes(has)}: lower ring=, or raise ram= (TIERFS_RAM)"
                 )
             self._file = LogFile(store, self._gpu)
         return self._file
@@ -216,7 +222,9 @@ class Recorder:
             tensors.append((f"{prefix}{name}", gradient))
         try:
             self._open_file().add(tensors)
-        except CapacityError as error:
+        except InvalidInputError:
+            raise
+        except TierfsError as error:
             self._end(str(error))
             return
         amp = {name: value for name in _AMP if (value := getattr(optimizer, name, None)) is not None}
@@ -347,16 +355,13 @@ class Recorder:
         if not done:
             return
         newest = max(each.step for each in done)
-        for each in [each for each in self._saves if each.step <= newest]:
-            self._saves.remove(each)
-        gone = []
-        while self._files and self._files[0][0] <= newest:
-            gone.append(self._files.popleft()[1])
-        try:
-            self._remove(gone if self._is_clean else gone + self._foreign())
+        if not self._is_clean:
+            self._remove(self._foreign())
             self._is_clean = True
-        except TierfsError as error:  # what is left is removed after the first full save of another process
-            _logger.warning("%s: old files of the log could not be removed: %s", self._run.url, error)
+        while self._files and self._files[0][0] <= newest:
+            self._remove([self._files[0][1]])
+            self._files.popleft()
+        self._saves = deque((each for each in self._saves if each.step > newest), maxlen=self._saves.maxlen)
 
     def _foreign(self) -> list[str]:
         """Return the paths of files of earlier processes, which no restore needs any more."""
