@@ -73,6 +73,7 @@ class Standing:
         damage: Its damage, in words.
         waiting: Saves to the same directory that are announced and not published yet, in words.
         roots: The write id of each of its metadata files, by path. They identify the save.
+        logged: See `Candidate`.
     """
 
     directory: str
@@ -90,6 +91,7 @@ class Standing:
     damage: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     roots: dict[str, bytes] = field(default_factory=dict)
+    logged: int = 0
 
     @property
     def state(self) -> str:
@@ -166,7 +168,7 @@ def standing(store: Store, candidate: Candidate) -> Standing:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    found = Standing(candidate.directory, candidate.step)
+    found = Standing(candidate.directory, candidate.step, logged=candidate.logged)
     parts = [part for rank in candidate.ranks if (part := _open(store, rank, found)) is not None]
     saves = [save for path in candidate.announced if (save := _open_announced(store, path, found)) is not None]
     if not candidate.ranks:

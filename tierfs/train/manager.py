@@ -26,7 +26,7 @@ from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
 from tierfs.train.handle import FailedSave, Health, SaveHandle, SaveOrder
 from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import History, Prover, ResumeReport, history_in
-from tierfs.train.replay.again import CHAIN, StepsAgain
+from tierfs.train.replay.again import StepsAgain
 from tierfs.train.replay.policy import Replay
 from tierfs.train.replay.recorder import Recorder
 from tierfs.train.restore import ACCEPTED, Restored, Restorer
@@ -306,14 +306,11 @@ class Manager:
         handle = SaveHandle(self._run, step, kind)
         order = SaveOrder(handle, self._course.run, numbers, self._history.recorded(), overwrite)
         try:
-            if self._log is not None and kind == "full":
-                self._log.before_save(step, parts)
+            chain = self._log.before_save(step, parts) if self._log is not None and kind == "full" else {}
             with self._unlogged():
                 values, said = parts.to_save(step, kind)
-            if self._log is not None and kind == "full":
-                said[CHAIN] = self._log.next_chain
             costs = self._decider.timer.blocked_s, self._saves.save_s
-            about = About(step, kind, self._world.size, self._course.run, *costs, said)
+            about = About(step, kind, self._world.size, self._course.run, *costs, {**said, **chain})
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - reported to the other ranks
@@ -324,8 +321,8 @@ class Manager:
             raise order.problem
         if kind == "full":
             self._history.saved(step)
-            if self._log is not None:
-                self._log.saved(step, parts, handle)
+        if chain and self._log is not None:
+            self._log.saved(step, parts, handle)
         handle.blocked_s = time.perf_counter() - begun
         self._decider.made_save(step, handle.blocked_s)
         return handle

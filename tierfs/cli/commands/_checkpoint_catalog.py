@@ -36,7 +36,6 @@ def ls(arguments: argparse.Namespace) -> int:
         kept = {candidate.directory for candidate in newest[len(newest) - min(len(newest), arguments.limit) :]}
         found = [candidate for candidate in found if candidate.directory in kept]
     listed: dict[str, Standing] = {}
-    logged = {candidate.directory: candidate.logged for candidate in found}
 
     def look(candidate: Candidate, _stop: threading.Event) -> None:
         listed[candidate.directory] = standing(place.store, candidate)
@@ -49,13 +48,10 @@ def ls(arguments: argparse.Namespace) -> int:
         # Last, because the loop above caches the checkpoints' records.
         held = usages(place.store, [candidate.directory for candidate in found]) if arguments.usage else {}
     if arguments.json:
-        documents = [
-            {**list_document(place, each, held.get(each.directory)), "logged_steps": logged[each.directory]}
-            for each in checkpoints
-        ]
+        documents = [list_document(place, checkpoint, held.get(checkpoint.directory)) for checkpoint in checkpoints]
         print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})
     elif checkpoints:
-        _print_list(place, checkpoints, held, logged, usage=arguments.usage)
+        _print_list(place, checkpoints, held, usage=arguments.usage)
     return CorruptionError.exit_code if any(checkpoint.damage for checkpoint in checkpoints) else 0
 
 
@@ -88,24 +84,18 @@ def list_document(place: StorePlace, checkpoint: Standing, held: Usage | None) -
         "created": format_time(checkpoint.created_ns, precise=True) if checkpoint.created_ns else None,
         "problems": [*checkpoint.missing, *checkpoint.damage],
         "waiting": checkpoint.waiting,
+        "logged_steps": checkpoint.logged,
     }
 
 
-def _print_list(
-    place: StorePlace,
-    checkpoints: list[Standing],
-    held: Mapping[str, Usage],
-    logged: Mapping[str, int],
-    *,
-    usage: bool,
-) -> None:
+def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[str, Usage], *, usage: bool) -> None:
     sizes = ("size", "stored", "shared", "freed") if usage else ("size",)
     rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "kind", "created", "name")]
     for checkpoint in checkpoints:
         document = list_document(place, checkpoint, held.get(checkpoint.directory))
         rows.append(
             (
-                or_dash(checkpoint.step) + (f" (+{count} steps)" if (count := logged[checkpoint.directory]) else ""),
+                or_dash(checkpoint.step) + (f" (+{checkpoint.logged} steps)" if checkpoint.logged else ""),
                 checkpoint.state,
                 "-" if checkpoint.level is None else checkpoint.level.label,
                 *("-" if document[name] is None else format_bytes(cast("int", document[name])) for name in sizes),

@@ -25,6 +25,7 @@ from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError
+from tierfs.host.pending.levels import Level
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
 
@@ -167,10 +168,13 @@ def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | me
     return len(head) + at, [len(head) + entry.at for entry in entries], [entry.length for entry in entries]
 
 
-def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place]) -> tuple[int, list[int]]:
+def commit_shard(
+    file: ShardFile, path: str, wanted: Sequence[Place], *, log_level: Level | None = None
+) -> tuple[int, list[int]]:
     """Publish a shard file under a name. Runs that hold no wanted part are left out.
 
-    Afterwards the file is over, even if this fails. The path is relative to the file's store, and drawn at random.
+    Afterwards the file is over, even if this fails. The path is relative to the file's store, and new. The file is a part
+    of a checkpoint; or with ``log_level`` one of a log, on its way to this level. For ``staged`` the ram tier holds it.
 
     Returns:
         The file's length, and the offset of each wanted part in the file; both in bytes.
@@ -190,7 +194,8 @@ def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place]) -> tuple[i
     file.check_arrived([run for run in file.runs if id(run) in used and not (seals_alike and id(run) in needed)])
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
-    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
+    held = log_level is Level.STAGED
+    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None, held=held)
     if seals_alike:
         _check_arrived(file)
     other = _seen_otherwise(places)
@@ -205,10 +210,12 @@ def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place]) -> tuple[i
         end += run.memory.length
     entries += [entry._replace(at=end) for run, entry in places if run is None]
     head = header(entries)
-    (first,) = memory.add_runs([cut(len(head))])
+    (first,) = memory.add_runs([cut(len(head))], wait=not held)
     first.view[:] = head
-    memory.seal([first])
-    memory.commit(path, [first, *(run.memory for run in runs)], metadata=part_of(file.store), is_new=True)
+    memory.seal([first], held=held)
+    level, metadata = (None, part_of(file.store)) if log_level is None else (Level.STAGED, None)
+    parts = [first, *(run.memory for run in runs)]
+    memory.commit(path, parts, level=level, metadata=metadata, is_new=True, held=held)
     return len(head) + end, [len(head) + begins.get(id(run), end) + entry.at for run, entry in places]
 
 

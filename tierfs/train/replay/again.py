@@ -26,14 +26,12 @@ from tierfs.train.agree import World
 from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
 from tierfs.train.replay.file import LoggedFile, StepFacts
 from tierfs.train.replay.parts import REST, Parts, groups_of, kind_of, local, parameters_of
-from tierfs.train.replay.recorder import Recorder
+from tierfs.train.replay.recorder import CHAIN, Recorder
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import as_state
 from tierfs.train.values import pack
 
-CHAIN = "replay"
-"""The name of a checkpoint's chain among the facts of its own description."""
 _UNREADABLE = (NotFoundError, CorruptionError, FormatError)
 _FLAGS = (bool, str, type(None))
 _logger = logging.getLogger("tierfs.train")

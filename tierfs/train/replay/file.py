@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from tierfs.checkpoint.replayed import LoggedStep
-from tierfs.codec.layout.safetensors import HeaderEntry, read_table
+from tierfs.codec.layout.safetensors import read_table
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors
-from tierfs.dcp.save.plan import cut, header
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.shard_writer import commit_shard
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
 from tierfs.errors import FormatError
-from tierfs.format.manifest import Manifest
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, open_entry, stat_to_read
 from tierfs.train.values import pack, unpack
@@ -78,23 +77,13 @@ class LogFile:
         begin_tensors(self._file, tensors, at_once=True).result()
         self.length += sum(tensor.nbytes for _, tensor in tensors)
 
-    def commit(self, path: str, facts: StepFacts, level: Level) -> Manifest:
+    def commit(self, path: str, facts: StepFacts, level: Level) -> None:
         """Publish the file on this host. Raises `CapacityError` if there is no room, and as `Writer.commit` does."""
         text = pack({"version": VERSION, **asdict(facts)}).encode()
         self._file.add_objects([(FACTS, memoryview(text))])
         self._file.wait_filled()
-        memory, runs, held = self._file.close(), self._file.runs, level is Level.STAGED
-        entries: list[HeaderEntry] = []
-        end = 0
-        for run in runs:
-            entries += [entry._replace(at=end + entry.at) for entry in run.entries]
-            end += run.memory.length
-        head = header(entries)
-        (first,) = memory.add_runs([cut(len(head))], wait=False)
-        first.view[:] = head
-        memory.seal([first, *(run.memory for run in runs)], held=held)
-        self.length = len(head) + end
-        return memory.commit(path, [first, *(run.memory for run in runs)], level=Level.STAGED, is_new=True, held=held)
+        places = [(run, entry) for run in self._file.runs for entry in run.entries]
+        self.length, _ = commit_shard(self._file, path, places, log_level=level)
 
     def abort(self) -> None:
         """Release the memory."""

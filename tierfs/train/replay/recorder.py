@@ -40,6 +40,8 @@ from tierfs.train.state import DictState, TrainState
 from tierfs.train.values import digests_of
 from tierfs.units import format_bytes
 
+CHAIN = "replay"
+"""The name of a checkpoint's chain among the facts of its own description."""
 SHORT_CHAINS_MAX = 3
 """After this many chains in a row without a file, nothing more is logged: the reason recurs at each step."""
 LOOK_EVERY_S = 1.0
@@ -285,22 +287,26 @@ class Recorder:
         """The name of the chain that begins with the next full save. It is the same on all ranks."""
         return f"{self._session}-{self._chains + 1:08x}"
 
-    def before_save(self, step: int, state: TrainState | DictState) -> None:
-        """Publish the file of the steps that have none, so that the chain leads to the state of a full save."""
+    def before_save(self, step: int, state: TrainState | DictState) -> dict[str, str]:
+        """Publish the file of the steps that have none, so that the chain leads to the state of a full save.
+
+        Returns:
+            The name of the chain that begins with the save, for its description; nothing if nothing is logged.
+        """
         if self._is_off:
-            return
+            return {}
         if step != self._last:
             self.made_step(step, state, {})
         if self._metrics:
             self._publish(step)
         if self._events or (self.chain and not self._check_versions()):
             self._end("")  # the state is that of a later step than the last one with a file
+        return {CHAIN: self.next_chain}
 
     def saved(self, step: int, state: TrainState | DictState, handle: SaveHandle) -> None:
         """Begin a chain at a full save, whose state was just copied."""
-        if not self._is_off:
-            self._begin(step, state, self.chain)
-            self._saves.append(handle)
+        self._begin(step, state, self.chain)
+        self._saves.append(handle)
 
     def restored(
         self,
