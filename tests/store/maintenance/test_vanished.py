@@ -251,6 +251,27 @@ def test_a_listing_that_ends_early_stops_gc(how):
     assert not gc(store).is_blocked
 
 
+@pytest.mark.parametrize("prefix", [keys.directory_prefix("run/2"), keys.LOST])
+def test_a_listing_of_one_directory_that_ends_early_stops_gc(store, prefix):
+    class CutThere(WrappedObjects):
+        def list(self, of, *, delimiter=False):
+            return itertools.islice(super().list(of, delimiter=delimiter), 1 if of == prefix else None)
+
+    save(store, "run/2/zz", content(60))  # the checkpoint's reference list does not cover it
+    for name in ("a", "b"):
+        save(store, f"lost/{name}", content(61 + len(name)))
+        key = keys.record_key(f"lost/{name}")
+        store.objects.put(f"{keys.LOST}1/{key.removeprefix('.tierfs/')}", [store.objects.read(key, 1 << 20)[0]])
+        delete(store, f"lost/{name}")
+    pass_grace(store)
+    before = keys_below(store, keys.CHUNKS)
+    assert gc(store, CutThere(store.objects)).is_blocked
+    for _ in range(3):  # a new reference list may cover the directory by now
+        gc(store, CutThere(store.objects))
+        pass_grace(store)
+    assert keys_below(store, keys.CHUNKS) == before
+
+
 def test_records_put_behind_the_end_of_a_listing_do_not_stop_gc(store):
     class Busy(WrappedObjects):
         def list(self, prefix, *, delimiter=False):

@@ -33,7 +33,7 @@ from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_listed, read_record
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references, root_list
-from tierfs.store.tree.walk import live_records
+from tierfs.store.tree.walk import live_path
 
 BATCH = 256
 ATTEMPTS = 3
@@ -200,7 +200,7 @@ class _Mark:
 
     def _read_lost(self) -> None:
         """Add the chunks of the sound records that a repair moved aside, until the user deletes them."""
-        for item in objects_below(self._store.objects, keys.LOST):
+        for item in self._losses.list_records(keys.LOST):
             if item.key.split("/")[3:4] != ["tree"]:
                 continue
             outcome = _read_record(self._store, None, item)
@@ -294,7 +294,9 @@ class _Mark:
 
         def own() -> Iterator[tuple[str, ObjectInfo]]:
             nonlocal is_whole
-            for path, info in live_records(self._store, directory):
+            for info in self._losses.list_records(keys.directory_prefix(directory)):
+                if (path := live_path(info)) is None:
+                    continue
                 parents = list(parents_of(path, directory))
                 if any(parent in self._owned for parent in parents):
                     continue  # these records are read with that directory

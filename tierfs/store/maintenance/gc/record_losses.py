@@ -50,17 +50,17 @@ class RecordLosses:
         problem = f"{self._store.where(path)} has vanished without a tombstone: {why}"
         return self.note(Damage(path, key, VANISHED, problem))
 
-    def list_records(self) -> Iterator[ObjectInfo]:
+    def list_records(self, prefix: str = keys.TREE) -> Iterator[ObjectInfo]:
         """List all records. If the endpoint ends the listing early, that is noted, because it may omit others, too."""
-        objects, last = self._store.objects, keys.TREE
-        for item in objects_below(objects, keys.TREE):
+        objects, last = self._store.objects, prefix
+        for item in objects_below(objects, prefix):
             last = max(last, item.key)
             yield item
-        while more := objects.list_after(keys.TREE, last):
+        while more := objects.list_after(prefix, last):
             omitted = [item.key for item in more if self._is_old(item.modified_ns)]  # the others may be new
             if omitted:
-                problem = f"{self._store.where(keys.TREE)}: the endpoint ended a listing before {omitted[0]}"
-                self.note(Damage("", keys.TREE, StoreError.kind, problem))
+                problem = f"{self._store.where(prefix)}: the endpoint ended a listing before {omitted[0]}"
+                self.note(Damage("", prefix, StoreError.kind, problem))
             yield from more
             last = max(item.key for item in more)
 
