@@ -2,8 +2,8 @@
 
 ``python integration/soak.py --hours 1 --seed 7 --report FILE``. A seed gives a list of *steps*, which do not depend on
 outcomes, so a part of the list can be run again: ``--replay EVENTS`` repeats the steps of a run's event log, and looks
-for a shorter list that still fails. `soak_steps` draws the steps, `soak_model` says which answers are right,
-`soak_work` has the processes, `soak_harm` flips bits.
+for a shorter list that still fails. `soak_steps` draws the steps, `soak_work` has the processes, `soak_harm` flips bits, and
+`support.promises` says which answers are right.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 import soak_harm
 import soak_work
 from servers import ministack
-from soak_model import BrokenPromiseError, Model
 from soak_steps import HOSTS, WRITERS, schedule
+from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
+from support.promises import BrokenPromiseError, Model
 
 import tierfs
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
@@ -57,26 +58,19 @@ class Slot:
 
     def __init__(self, host, number):
         self.host, self.number = host, number
-        self.directory = f"h{host.number}w{number}"
-        self.is_torch = number == WRITERS
+        self.directory, self.zygote = f"h{host.number}w{number}", "torch" if number == WRITERS else ""
         self.child = self.socket = self.flight = self.died_at = None
-
-    def drop(self):
-        if self.socket is not None:
-            self.socket.close()
-        self.socket = None
 
 
 class Host:
     """A host: a state directory, a folder of segments, writers, commands, a flusher and a mount."""
 
     def __init__(self, number, base, slots):
-        self.number = number
+        self.number, self.commands = number, []
         self.state, self.shm, self.mounted = (base / f"{name}{number}" for name in ("state", "shm", "mount"))
         self.slots = [Slot(self, each) for each in range(slots)]
         self.flusher = self.mount = self.due_at = None
         self.is_older_due = self.has_conflicts = False
-        self.commands = []
         self.make()
 
     def make(self):
@@ -91,6 +85,25 @@ def runs(child):
 def reap(child):
     if child is not None:
         child.wait(HANG_S)
+
+
+def full_name(slot, name):
+    """Return a path in the store. A name that begins with a slash is of a file that all writers change."""
+    return name[1:] if name and name.startswith("/") else f"{slot.directory}/{name}"
+
+
+def unmount(host):
+    subprocess.run(["umount", "-l", str(host.mounted)], check=False, capture_output=True)
+
+
+def bytes_below(directory):
+    """Return the bytes of all files below a directory, which others change meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return total
 
 
 class World:
@@ -143,7 +156,7 @@ class World:
         return Child(self.zygotes[zygote], {**common, **spec})
 
     def command(self, host, *words, **spec):
-        child = self.start("command", host, words=[*words, *spec.pop("after", ())], **spec)
+        child = self.start("command", host, words=words, **spec)
         child.words = words
         return child
 
@@ -169,16 +182,13 @@ class World:
         # A look at the directory itself would wait for a mount that is stopped.
         while not (runs(host.mount) and f" {host.mounted} " in Path("/proc/self/mounts").read_text()):
             if not runs(host.mount):
-                self.unmount(host)
+                unmount(host)
                 reap(host.mount)
                 words = ["mount", f"tierfs::{self.url}", str(host.mounted), "--foreground", "--ack", "staged"]
                 host.mount = self.command(host, *words)
             self.pump(0.02)
             if time.monotonic() > ends:
                 raise BrokenPromiseError("hang", f"the mount of host {host.number} does not start, see its log")
-
-    def unmount(self, host):
-        subprocess.run(["umount", "-l", str(host.mounted)], check=False, capture_output=True)
 
     def alive(self, slot):
         """Start a process for a slot if it has none. The new one first checks what its predecessors were promised.
@@ -191,7 +201,7 @@ class World:
         while runs(slot.child):  # it was killed, but a mount still works for it
             self.pump(0.05)
         reap(slot.child)
-        slot.child = self.start("worker", slot.host, zygote="torch" if slot.is_torch else "", directory=slot.directory)
+        slot.child = self.start("worker", slot.host, zygote=slot.zygote, directory=slot.directory)
         try:
             slot.socket = self.listener.accept()[0]
         except TimeoutError:
@@ -205,14 +215,16 @@ class World:
         self.slowest[what] = max(self.slowest[what], round(seconds, 2))
 
     def kill(self, who, host, slot=None):
-        """Kill processes of a host, and count them."""
+        """Kill processes of a host, and count them. ``"local"`` and ``"object"`` are levels: lose all below them."""
+        if who in ("local", "object"):
+            self.do_lose({"host": host.number, "level": who})
         if who in ("mount", "host"):
             self.kill_one("mount", host.mount)
         if who in ("flusher", "both", "host"):
             self.kill_one("flusher", host.flusher)
         for each in host.slots if who == "host" else [slot] if who in ("worker", "both") else []:
             if each.socket is not None:
-                self.kill_one("torch worker" if each.is_torch else "worker", each.child)
+                self.kill_one(f"{each.zygote} worker".strip(), each.child)
                 self.ended(each)
         for command in host.commands if who in ("command", "host") else ():
             self.kill_one("command", command)
@@ -220,7 +232,7 @@ class World:
     def end(self, host):
         """Kill all processes of a host, and wait until they have ended."""
         self.kill("host", host)
-        self.unmount(host)
+        unmount(host)
         for child in (host.flusher, host.mount, *host.commands, *(slot.child for slot in host.slots)):
             reap(child)
 
@@ -231,10 +243,9 @@ class World:
 
     def ended(self, slot):
         """Note that the process of a slot is dead. Its operation may have happened or not."""
-        slot.drop()
-        slot.died_at = time.monotonic()
-        flight, slot.flight = slot.flight, None
-        self.outcomes["lost answers"] += flight is not None
+        slot.socket.close()
+        self.outcomes["lost answers"] += slot.flight is not None
+        slot.socket, slot.flight, slot.died_at = None, None, time.monotonic()
 
     def at(self, ms, what):
         heapq.heappush(self.timers, (time.monotonic() + ms / 1000, next(self.numbers), what))
@@ -246,9 +257,10 @@ class World:
         begun = time.monotonic()
         flight = slot.flight = {"begun": begun, "request": request, "done": done, "told": told, "answer": None}
         try:
-            slot.socket.send(json.dumps(request).encode())
+            words = {name: value for name, value in request.items() if name != "do"}
+            slot.socket.send(json.dumps({"do": request["do"], "with": words}).encode())
         except OSError:
-            slot.child.wait()
+            reap(slot.child)
             self.ended(slot)
         return flight
 
@@ -289,9 +301,7 @@ class World:
             if flight is not None and time.monotonic() - max(flight["begun"], self.calm_at) > HANG_S:
                 slot.child.send(signal.SIGUSR1)  # its stacks go to the log
                 time.sleep(1)
-                raise BrokenPromiseError(
-                    "hang", f"{slot.directory} has been busy for {HANG_S} s with {flight['request']}"
-                )
+                raise BrokenPromiseError("hang", f"{slot.directory} has been busy with {flight['request']}")
 
     def slots(self):
         return [slot for host in self.hosts for slot in host.slots] + [self.reader]
@@ -319,7 +329,7 @@ class World:
         self.outcomes[f"{request['do']}: {answer['error']}"] += 1
         if answer["error"] in OURS:
             raise BrokenPromiseError("error", f"{request}: {answer}")
-        if answer["conflict"]:
+        if answer["conflict"] and not request.get("name", "").startswith("/"):
             slot.host.has_conflicts = True
 
     def discard(self, slot):
@@ -333,21 +343,23 @@ class World:
     # -- steps
 
     def do(self, step):
-        if "slot" not in step or step["do"] == "flip":
-            getattr(self, f"do_{step['do']}")(step)
-        else:
-            slot = self.slot(step["slot"])
-            self.until_idle(slot)
-            with contextlib.suppress(DiedError):
+        do, slot = step["do"], self.slot(step["slot"]) if "slot" in step else None
+        with contextlib.suppress(DiedError):
+            if slot is None:
+                getattr(self, f"do_{do}")(step)
+            else:
+                self.until_idle(slot)
                 if step.get("door") == "mount":
                     self.start_mount(slot.host)
                 self.alive(slot)
                 if slot.host.has_conflicts:
                     self.discard(slot)
-                getattr(self, f"do_{step['do']}", self.change)(slot, step)
-                self.done[step["do"]] += 1
-            if "kill" in step:
-                self.at(step["kill"]["ms"], lambda: self.kill(step["kill"]["who"], slot.host, slot))
+                if step.get("held") and runs(slot.host.flusher):
+                    slot.host.flusher.send(signal.SIGSTOP)
+                getattr(self, f"do_{do}", self.change)(slot, step)
+        self.done[do if do != "command" else f"tierfs {step['words'][0]}"] += 1
+        if "kill" in step and slot is not None:
+            self.at(step["kill"]["ms"], lambda: self.kill(step["kill"]["who"], slot.host, slot))
         self.pump()
 
     def slot(self, place):
@@ -356,36 +368,34 @@ class World:
     def change(self, slot, step):
         """Send a change, and acknowledge it in the model when its answer arrives."""
         name, other, level = (step.get(each) for each in ("name", "to", "level"))
-        changes = []
-        match step["do"]:
-            case "write":
-                changes = [(name, {tuple(step["content"])})]
-            case "save":
-                changes = [(name, {step["number"]})]
-            case "remove":
-                changes = [(name, {None})]
-            case "copy":
-                changes = [(other, self.possible(slot, name) - {None})]
-            case "move":
-                changes = [(other, self.possible(slot, name) - {None}), (name, {None})]
-        paths = [(self.model.path(f"{slot.directory}/{each}"), values) for each, values in changes if values]
+        kept = self.possible(slot, name) - {None}
+        changes = {
+            "write": [(name, {tuple(step.get("content", ()))})],
+            "save": [(name, {step.get("number")})],
+            "remove": [(name, {None})],
+            "copy": [(other, kept)],
+            "move": [(other, kept), (name, {None})],
+        }.get(step["do"], ())
+        paths = [(self.model.path(full_name(slot, each)), values) for each, values in changes if values]
         attempts = [(path, path.begin(values)) for path, values in paths]
-        if step["do"] == "wait":
-            attempts = [(path, path.floors["staged"]) for path in self.model.below(slot.directory).values()]
-        if step["do"] == "ack":
-            attempts = [(path := self.model.path(f"{slot.directory}/{name}"), path.floors["staged"])]
+        if step["do"] in ("wait", "ack"):
+            known = self.model.below(slot.directory)
+            waited = [
+                path for each, path in known.items() if step["do"] == "wait" or each == f"{slot.directory}/{name}"
+            ]
+            attempts = [(path, path.floors["staged"]) for path in waited]
 
         def done(result):
-            for path, index in attempts:
+            for path, index in attempts if not (name or "").startswith("/") else ():
                 if (result or level) not in (None, "none"):
                     path.acknowledge(index, result or level)
             if step["do"] in ("write", "save"):
                 self.acknowledged[level] += step["content"][1] if "content" in step else 80_000
 
-        self.send(slot, {each: step[each] for each in step if each not in ("n", "slot", "kill")}, done)
+        self.send(slot, {each: step[each] for each in step if each not in ("n", "slot", "kill", "held")}, done)
 
     def possible(self, slot, name):
-        path = self.model.path(f"{slot.directory}/{name}")
+        path = self.model.path(full_name(slot, name))
         return path.possible(path.floors["staged"])
 
     def do_listed(self, slot, step):
@@ -403,8 +413,7 @@ class World:
         self.send(slot, {"do": "listed"}, done)
 
     def do_read(self, slot, step):
-        of = self.slot(step["of"])
-        self.check(slot, of.directory, step["door"])
+        self.check(slot, self.slot(step["of"]).directory, step["door"])
 
     def check_own(self, slot):
         self.check(slot, slot.directory, "cat")
@@ -481,7 +490,6 @@ class World:
         host = self.hosts[step["host"]]
         host.commands = [each for each in host.commands if runs(each) or self.check_command(each)]
         host.commands.append(self.command(host, *step["words"], f"tierfs::{self.url}"))
-        self.done[f"tierfs {step['words'][0]}"] += 1
         if "kill" in step:
             self.at(step["kill"]["ms"] * 10, lambda: self.kill("command", host))
 
@@ -501,16 +509,12 @@ class World:
         self.model.lose(f"h{host.number}", level)
         self.outcomes[f"all below {level} lost"] += 1
 
-    def do_flip(self, step):
-        slot = self.slot(step["slot"])
-        with contextlib.suppress(DiedError):
-            self.until_idle(slot)
-            self.alive(slot)
-            self.alive(self.reader)
-            if "pending" in step:
-                soak_harm.flip_pending(self, slot, step["name"], step["pending"], step["content"], step["at"])
-            else:
-                soak_harm.flip(self, slot, step["name"], step["tiers"], step["at"])
+    def do_flip(self, slot, step):
+        self.alive(self.reader)
+        if "pending" in step:
+            soak_harm.flip_pending(self, slot, step["name"], step["pending"], step["content"], step["at"])
+        else:
+            soak_harm.flip(self, slot, step["name"], step["tiers"], step["at"])
 
     # -- everything in the object tier
 
@@ -521,26 +525,17 @@ class World:
             self.pump(0.1)
         begun = time.monotonic()
         for host in self.hosts:
-            self.settle_host(host, begun)
-            for path in self.model.below(f"h{host.number}").values():
-                path.acknowledge(path.floors["staged"], "object")
-        self.note_slowest("settling_s", time.monotonic() - begun)
-        for host in self.hosts:
-            for command in host.commands:
-                self.check_command(command)
-            host.commands = []
-        self.audit()
-        self.measure()
-
-    def settle_host(self, host, begun):
-        while True:
-            with contextlib.suppress(DiedError):
+            while "error" in self.call(host.slots[0], do="wait", level="object", everything=True):
                 if host.has_conflicts:
                     self.discard(host.slots[0])
-                if "error" not in self.call(host.slots[0], do="wait", level="object", everything=True):
-                    return
-            if time.monotonic() - begun > SETTLE_S:
-                raise BrokenPromiseError("hang", f"host {host.number} does not settle: see {self.log.name}")
+                if time.monotonic() - begun > SETTLE_S:
+                    raise BrokenPromiseError("hang", f"host {host.number} does not settle: see {self.log.name}")
+            for path in self.model.below(f"h{host.number}").values():
+                path.acknowledge(path.floors["staged"], "object")
+            host.commands = [each for each in host.commands if self.check_command(each)]
+        self.note_slowest("settling_s", time.monotonic() - begun)
+        self.audit()
+        self.measure()
 
     def audit(self):
         """Check everything by a process without local tiers, then on its host. Forget what is superseded."""
@@ -551,11 +546,12 @@ class World:
                 self.alive(slot)
                 self.check_own(slot)
                 self.until_idle(self.reader)
+        for name, found in self.call(self.reader, do="read", paths=list(self.model.below("all/")))["done"].items():
+            self.model.path(name).acknowledge(self.model.check(name, found, 0, "a reader"), "staged")
         for name, path in self.model.paths.items():
             path.settle(is_read=not name.endswith("/trained"))
         if (status := self.command(self.reader.host, "verify", f"tierfs::{self.url}").wait(HANG_S)) != 0:
             raise BrokenPromiseError("loss", f"tierfs verify ends with {status}, see {self.base}/host9.log")
-        self.done["audits"] += 1
 
     # -- the report
 
@@ -563,14 +559,14 @@ class World:
         def of(child):
             with contextlib.suppress(OSError):
                 pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
-                return pages * soak_harm.PAGE, len(os.listdir(f"/proc/{child.pid}/fd"))
+                return pages * PAGE, len(os.listdir(f"/proc/{child.pid}/fd"))
             return 0, 0
 
         memory, descriptors = zip(*(of(host.flusher) for host in self.hosts), strict=True)
-        below = {name: sum(map(soak_harm.bytes_below, self.base.glob(f"{name}?"))) for name in ("shm", "state")}
+        below = {name: sum(map(bytes_below, self.base.glob(f"{name}?"))) for name in ("shm", "state")}
         now = {"seconds": round(time.monotonic() - self.started), "flushers_rss_bytes": max(memory)}
         now |= {"flushers_descriptors": max(descriptors), "shm_bytes": below["shm"], "state_bytes": below["state"]}
-        self.growth.append({**now, "store_bytes": soak_harm.bytes_below(self.base / "store")})
+        self.growth.append({**now, "store_bytes": bytes_below(self.base / "store")})
 
     def figures(self, failure):
         kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
@@ -641,23 +637,17 @@ def run(steps, given, ends_at, events, *, keep=True):
 def replay(given, ends_at):
     """Run the steps of an event log again, and look for a shorter list that still fails."""
     lines = map(json.loads, given.replay.read_text().splitlines())
-    steps = [line["step"] for line in lines if "step" in line]
-    again = given.replay.with_suffix(".again")
+    steps, again = [line["step"] for line in lines if "step" in line], given.replay.with_suffix(".again")
     failure = run(steps, given, ends_at, again)[1]
     print(f"{len(steps)} steps: {failure}")
     size = len(steps) // 2
     while failure is not None and size and time.monotonic() < ends_at:
-        for at in range(0, len(steps), size):
-            fewer = steps[:at] + steps[at + size :]
-            if run(fewer, given, ends_at, again, keep=False)[1] is not None:
-                steps = fewer
-                print(f"{len(steps)} steps still fail")
-                break
-        else:
-            size //= 2
+        shorter = (steps[:at] + steps[at + size :] for at in range(0, len(steps), size))
+        fewer = next((some for some in shorter if run(some, given, ends_at, again, keep=False)[1] is not None), None)
+        steps, size = (fewer, min(size, len(fewer) // 2)) if fewer else (steps, size // 2)
     shortest = given.replay.with_suffix(".shortest")
     shortest.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
-    print(f"the shortest list: {shortest}")
+    print(f"the shortest list has {len(steps)} steps: {shortest}")
     return failure
 
 
@@ -678,8 +668,9 @@ def main():
         sys.exit(replay(given, ends_at) is not None)
     events = given.events or Path(tempfile.gettempdir(), f"soak-{os.getpid()}.jsonl")
     figures, failure = run(schedule(given.seed), given, ends_at, events)
+    options = [f"--{name} {value}" for name in ("hours", "seed", "faults", "older") if (value := vars(given)[name])]
     report = {
-        "command": " ".join(["python integration/soak.py", *sys.argv[1:]]),
+        "command": " ".join(["python integration/soak.py", *options, *["--s3"] * given.s3]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count()},
         "failure": None if failure is None else str(failure),

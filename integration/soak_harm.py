@@ -1,106 +1,18 @@
-"""Flip bits in every place where tierfs keeps bytes: slots, chunk files, chunk objects and records.
-
-The layouts are those of docs/reference/local-tiers.md, read here without tierfs.
-"""
+"""Flip bits in every place where tierfs keeps bytes, and see whether it takes the bytes from another one."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import struct
 
 import xxhash
-from soak_model import BrokenPromiseError
 from support import killing
+from support.flipped_copies import CHUNK, CLEAN, DRAFT, SEALED, flip_bit, flip_in_ram, flip_nvme_file
+from support.promises import BrokenPromiseError
 
-SEALED, CLEAN = 2, 3
-CHUNK, DRAFT = 1, 2
 ROUNDS = 8
 REFUSALS = ("error: CorruptionError", "error: FormatError")
-HEAD_BYTES, META_BYTES, HEADS_AT, PAGE = 96, 928, 4096, 4096
-
-
-def bytes_below(directory):
-    """Return the bytes of all files below a directory, which others change meanwhile."""
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-    return total
-
-
-def flip_bit(descriptor, at, bit):
-    """Flip a bit, and return the byte that is there now."""
-    changed = bytes([os.pread(descriptor, 1, at)[0] ^ 1 << bit])
-    os.pwrite(descriptor, changed, at)
-    return changed
-
-
-def find_slot(descriptor, state, kind, name=None, meta=None):
-    """Return offset and length of the data in a slot with this name, or with this metadata. None if there is none."""
-    header = os.pread(descriptor, 512, 0)
-    if header[:8] != b"TFSSLAB1":
-        return None
-    (slots,) = struct.unpack_from("<I", header, 12)
-    heads = os.pread(descriptor, slots * HEAD_BYTES, HEADS_AT)
-    metas_at = HEADS_AT + -(-slots * HEAD_BYTES // PAGE) * PAGE
-    for number in range(slots):
-        at = number * HEAD_BYTES
-        name_length = heads[at + 3]
-        if tuple(heads[at : at + 3]) != (state, kind, 0):
-            continue
-        if name is not None and heads[at + 45 : at + 44 + name_length] == name:
-            return struct.unpack_from("<QQ", heads, at + 16)
-        if meta is not None and os.pread(descriptor, len(meta), metas_at + number * META_BYTES) == meta:
-            return struct.unpack_from("<QQ", heads, at + 16)
-    return None
-
-
-def flip_in_ram(host, where, *slot, **about):
-    """Flip a bit of a slot in shared memory. The lock keeps others from using the slot anew meanwhile.
-
-    Returns:
-        A function that tells whether the damaged copy is still used; None if there is no such slot.
-    """
-    for path in host.shm.rglob("*.slab"):
-        with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            found = find_slot(file.fileno(), *slot, **about)
-            if found is not None:
-                flip_bit(file.fileno(), found[0] + int(where * found[1]), int(where * 1000) % 8)
-                return lambda: has_slot(path, found, *slot, **about)
-    return None
-
-
-def has_slot(path, place, *slot, **about):
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return find_slot(file.fileno(), *slot, **about) == place
-    return False
-
-
-def flip_in_nvme(host, where, digest):
-    """Flip a bit of a chunk's file, as `flip_in_ram`. The flusher, which may use the file anew, is stopped meanwhile."""
-    host.flusher.send(signal.SIGSTOP)
-    try:
-        path = next(host.state.glob(f"stores/*/nvme/chunks/??{digest.hex()}"), None)
-        if path is None:
-            return None
-        with path.open("r+b", buffering=0) as file:
-            length = int.from_bytes(file.read(24)[16:24], "little")
-            at = PAGE + int(where * length)
-            damaged = flip_bit(file.fileno(), at, int(where * 1000) % 8)
-
-        def is_left():
-            with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as again:
-                return os.pread(again.fileno(), 1, at) == damaged
-            return False
-
-        return is_left
-    finally:
-        host.flusher.send(signal.SIGCONT)
 
 
 def flip(world, slot, name, tiers, where):
@@ -135,11 +47,14 @@ def flip_copies(world, slot, path, tiers, digests, where):
         world.call(slot, do="prefetch", name=name, tier=tier)
     if tiers == ["nvme"]:
         world.call(slot, do="evict", name=name, tier="ram")  # so that the file is read
-    damages = {
-        "ram": lambda digest: flip_in_ram(slot.host, where, CLEAN, CHUNK, name=digest),
-        "nvme": lambda digest: flip_in_nvme(slot.host, where, digest),
-    }
-    flipped = [(tier, damages[tier](digest)) for tier in tiers for digest in digests]
+    flusher, flipped = slot.host.flusher, []
+    flusher.send(signal.SIGSTOP)  # it alone may use a file of the nvme tier anew
+    for digest in digests:
+        if "ram" in tiers:
+            flipped.append(("ram", flip_in_ram(slot.host.shm, where, CLEAN, CHUNK, name=digest)))
+        if "nvme" in tiers:
+            flipped.append(("nvme", flip_nvme_file(slot.host.state, where, digest)))
+    flusher.send(signal.SIGCONT)
     flipped = [(tier, is_left) for tier, is_left in flipped if is_left is not None]
     world.check(slot, slot.directory, "cat", [path])
     world.until_idle(slot)
@@ -186,7 +101,7 @@ def flip_pending(world, slot, name, what, content, where):
     damaged = None
     if "error" not in world.call(slot, **write):
         about = {"name": chunk_digest(killing.content(*content))} if what == "slot" else {"meta": path.encode()}
-        damaged = flip_in_ram(host, where, SEALED, CHUNK if what == "slot" else DRAFT, **about)
+        damaged = flip_in_ram(host.shm, where, SEALED, CHUNK if what == "slot" else DRAFT, **about)
     host.flusher.send(signal.SIGCONT)
     if damaged is None:
         return
@@ -201,9 +116,11 @@ def flip_pending(world, slot, name, what, content, where):
         world.call(slot, do="discard", path=path)
     index = known.begin([tuple(content)])
     for request in (write, {"do": "wait", "level": "object"}):
-        answer = world.call(slot, **request)
-        if "error" in answer:
-            raise BrokenPromiseError("error", f"{path} cannot be saved again after damage: {answer}")
+        tries = 8  # a fault may strike each
+        while "error" in (answer := world.call(slot, **request)):
+            tries -= 1
+            if not tries:
+                raise BrokenPromiseError("error", f"{path} cannot be saved again after damage: {answer}")
     known.acknowledge(index, "object")
     world.check(world.reader, path, "cat", [path])
     world.until_idle(world.reader)

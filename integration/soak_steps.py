@@ -8,6 +8,7 @@ import random
 HOSTS, WRITERS = 2, 3
 SETTLE_EVERY = 250
 NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")
+SHARED = ("/all/a", "/all/b", "/all/c/d")  # both hosts change them, at level ``object``
 SIZES = (10, 900, 60_000, 70_000, 300_000, 1_300_000)
 COMMANDS = (["gc"], ["scrub"], ["scrub", "--tier", "nvme"], ["scrub", "--tier", "ram"], ["evict", "--tier", "ram"])
 COMMANDS += (["evict", "--tier", "nvme"], ["status"], ["du"])
@@ -63,12 +64,15 @@ def of_files(noise, number, slot):
     name, other = noise.sample(NAMES, 2)
     (level,) = noise.choices(("staged", "local", "object"), (5, 3, 2))
     step = {"do": do, "slot": slot}
+    is_shared = level == "object" and noise.random() < 0.3
+    if is_shared:
+        name, other = noise.sample(SHARED, 2)
     match do:
         case "write":
             size = noise.choice(SIZES) if noise.random() < 0.98 else 17_000_000
             # Some contents are those of other writers, too, so that they share chunks.
             content = [noise.randrange(8), 300_000] if noise.random() < 0.2 else [1000 + number, size + number % 7]
-            door = noise.choice(["pipe", "open", "mount"])
+            door = noise.choice(["pipe", "open"] if is_shared else ["pipe", "open", "mount"])
             level = "staged" if door == "mount" else level
             step |= {"name": name, "content": content, "level": level, "door": door}
         case "move" | "copy":
@@ -82,6 +86,9 @@ def of_files(noise, number, slot):
         case "evict" | "prefetch":
             step |= {"name": name, "tier": noise.choice(["ram", "nvme"])}
     who = ["mount", "mount", "worker", "flusher"] if step.get("door") == "mount" else ["worker"] * 3
+    if level != "staged" and noise.random() < 0.15:
+        # A level that is reported too early is caught here, above all while the flusher is held.
+        return {**step, "held": noise.random() < 0.5, "kill": {"who": level, "ms": noise.randrange(20, 200)}}
     return {**step, **kill(noise, 0.5, [*who, "worker", "flusher", "both", "host"])}
 
 

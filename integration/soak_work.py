@@ -19,49 +19,41 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import killing
+from support.promises import digest_of
 
 from tierfs.clock import SystemClock
 from tierfs.errors import ConflictError, StoreError
 from tierfs.format import keys
 from tierfs.objects import registry
 from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.session import open_store, parse_url, settings
+from tierfs.session.open import open_bare
+from tierfs.session.tiers import Launcher
+from tierfs.store import discard_conflict, stat
 from tierfs.testing import Fault, FaultyObjects, PlannedTcpFault, TcpFault
 
 NUMBERS = 20_000  # of a tensor
 PATIENCE_S = 40
 ATTEMPTS = 4
-FAULTS = {
-    Fault.REFUSED: 6,
-    Fault.LOST_RESPONSE: 6,
-    Fault.LATE: 2,
-    Fault.BIT_FLIP: 3,
-    Fault.SHORT_READ: 2,
-    Fault.SLOW: 3,
-    Fault.FULL: 1,
-    Fault.DENIED: 1,
-}
+FAULTS = [Fault.REFUSED] * 6 + [Fault.LOST_RESPONSE] * 6 + [Fault.BIT_FLIP, Fault.SLOW] * 3
+FAULTS += [Fault.LATE, Fault.SHORT_READ] * 2 + [Fault.FULL, Fault.DENIED]
 SHORT_LISTINGS = 0.1
 """Probability that a flusher's or command's listing of records ends early, as if it were whole. gc must not trust it."""
-
-
-def _is_get(method, path):
-    return method == "GET" and "list-type" not in path
-
-
-def _is_put(method, path):
-    return method == "PUT"
-
-
 TCP_FAULTS = (
     PlannedTcpFault(TcpFault.RESET),
     PlannedTcpFault(TcpFault.RESET, at=0),
     PlannedTcpFault(TcpFault.RESET, side="request"),
     PlannedTcpFault(TcpFault.TRUNCATED),
     PlannedTcpFault(TcpFault.UNAVAILABLE, side="request"),
-    PlannedTcpFault(TcpFault.BIT_FLIP, body_only=True, aim=_is_get),
-    PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True, aim=_is_put),
+    # Nothing protects the bytes of a listing.
+    PlannedTcpFault(
+        TcpFault.BIT_FLIP, body_only=True, aim=lambda method, path: method == "GET" and "list-" not in path
+    ),
+    PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True, aim=lambda method, _: method == "PUT"),
 )
 
 
@@ -70,13 +62,6 @@ def use_endpoint(url):
     if url:
         os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
         os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
-
-
-def digest_of(data):
-    """Return what names a content in answers: its length and its digest."""
-    import xxhash
-
-    return f"{len(data)}-{xxhash.xxh3_128_hexdigest(data)}"
 
 
 # -- faults of the object tier -----------------------------------------------------------------------------------------
@@ -91,7 +76,7 @@ class StruckObjects(WrappedObjects):
     def __init__(self, inner, spec, noise):
         super().__init__(FaultyObjects(inner, seed=noise.randrange(1 << 30), clock=SystemClock()))
         self._probability, self._notes, self._outage = spec["faults"], spec["notes"], spec["outage"]
-        self._noise, self._lies = noise, spec["role"] == "command" and spec["faults"] > 0
+        self._noise, self._lies = noise, spec["role"] == "command" and spec["faults"] > 0 and not spec.get("version")
 
     def _around(self, request, send):
         self._maybe_strike(request.method)
@@ -111,8 +96,7 @@ class StruckObjects(WrappedObjects):
             raise StoreError("the object tier is away", transient=True, tier="object")
         if self._noise.random() >= self._probability:
             return
-        possible = [fault for fault in FAULTS if method in fault.methods]
-        (fault,) = self._noise.choices(possible, [FAULTS[each] for each in possible])
+        fault = self._noise.choice([fault for fault in FAULTS if method in fault.methods])
         self.inner.inject(fault, method=method, seconds=self._noise.uniform(0.02, 0.4))
         self._note(fault.value)
         if fault is Fault.LATE:
@@ -126,16 +110,8 @@ class StruckObjects(WrappedObjects):
 
 
 def strike_objects(spec):
-    if spec["bare"]:
-        return
     noise, local = random.Random(spec["seed"]), registry.LocalObjects
     registry.LocalObjects = lambda path: StruckObjects(local(path), spec, noise)
-
-
-def jump_clock(seconds):
-    """Let the wall clock of this process be wrong by some seconds."""
-    real = time.time_ns
-    SystemClock.now_ns = lambda self: real() + int(seconds * 1e9)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -155,13 +131,11 @@ class Worker:
 
     @functools.cache  # noqa: B019 - it lives as long as the process
     def fs(self, level="staged"):
-        import fsspec
-
         return fsspec.url_to_fs(f"tierfs::{self.spec['url']}", **self.options(level))
 
     def at(self, name, level="staged"):
         fs, root = self.fs(level)
-        return fs, f"{root}/{self.spec['directory']}/{name}"
+        return fs, f"{root}{name}" if name.startswith("/") else f"{root}/{self.spec['directory']}/{name}"
 
     def write(self, name, content, level, door):
         data = killing.content(*content)
@@ -180,22 +154,29 @@ class Worker:
             for at in range(0, len(data), 200_000):
                 file.write(data[at : at + 200_000])
 
-    def move(self, name, to, level):
-        fs, source = self.at(name, level)
-        fs.mv(source, self.at(to)[1])
-
-    def copy(self, name, to, level):
-        fs, source = self.at(name, level)
-        fs.cp_file(source, self.at(to)[1])
-
-    def remove(self, name, level):
+    def change(self, do, name="", to="", level="staged", tier="", everything=False):
+        """Call one method of the filesystem."""
         fs, place = self.at(name, level)
-        fs.rm_file(place)
+        match do:
+            case "move":
+                fs.mv(place, self.at(to)[1])
+            case "copy":
+                fs.cp_file(place, self.at(to)[1])
+            case "remove":
+                fs.rm_file(place)
+            case "wait":
+                fs.wait(self.fs()[1] if everything else place, level, timeout=PATIENCE_S)
+            case "ack":
+                return fs.ack(place)
+            case "evict" | "prefetch":
+                getattr(fs, do)(place, tier=tier)
+            case "listed":
+                return [each[len(place) :] for each in fs.find(place)] if fs.exists(place) else []
+        return None
 
     def read(self, paths, door="cat", attempts=ATTEMPTS):
         """Return the digest of each path's content, or None. An error is repeated, then returned as text."""
-        read = {"cat": self.cat, "open": self.in_pieces}[door]
-        return {path: self.asked(lambda path=path: digest_of(read(path)), attempts) for path in paths}
+        return {path: self.asked(lambda path=path: digest_of(self.content(path, door)), attempts) for path in paths}
 
     def asked(self, question, attempts=ATTEMPTS):
         for attempt in range(attempts):
@@ -210,57 +191,23 @@ class Worker:
                 told = f"error: {type(error).__name__}: {error}"
         return told[:3000]
 
-    def cat(self, path):
+    def content(self, path, door):
         fs, root = self.fs()
-        return fs.cat_file(f"{root}/{path}")
-
-    def in_pieces(self, path):
-        fs, root = self.fs()
+        if door == "cat":
+            return fs.cat_file(f"{root}/{path}")
         with fs.open(f"{root}/{path}", "rb") as file:
             return b"".join(iter(lambda: file.read(150_000), b""))
 
-    def listed(self):
-        """Return the names below the directory."""
-        fs, place = self.at("")
-        try:
-            return [each[len(place) :] for each in fs.find(place)]
-        except FileNotFoundError:
-            return []
-
-    def wait(self, level, everything=False):
-        fs, root = self.fs()
-        fs.wait(root if everything else self.at("")[1], level, timeout=PATIENCE_S)
-
-    def ack(self, name):
-        fs, place = self.at(name)
-        return fs.ack(place)
-
-    def evict(self, name, tier):
-        fs, place = self.at(name)
-        fs.evict(place, tier=tier)
-
-    def prefetch(self, name, tier):
-        fs, place = self.at(name)
-        fs.prefetch(place, tier=tier)
-
     def discard(self, path=None):
         """Discard a pending change, or all conflicts of the host. Return the paths."""
-        from tierfs.session import open_store, parse_url
-        from tierfs.store import discard_conflict
-
         fs, root = self.fs()
         paths = [path] if path else sorted({each["path"] for each in fs.status(root)["conflicts"]})
-        store = open_store(parse_url(self.spec["url"]))[0]
         for each in paths:
-            discard_conflict(store, each)
+            discard_conflict(open_store(parse_url(self.spec["url"]))[0], each)
         return paths
 
     def chunks(self, name):
         """Return the digests of a file's chunks in the object tier, with their keys, and the key of its record."""
-        from tierfs.session import parse_url
-        from tierfs.session.open import open_bare
-        from tierfs.store import stat
-
         path = f"{self.spec['directory']}/{name}"
         manifest = stat(open_bare(parse_url(self.spec["url"]))[0], path).manifest
         rows = [] if manifest is None else manifest.rows
@@ -269,12 +216,6 @@ class Worker:
 
     # -- checkpoints
 
-    @functools.cached_property
-    def dcp(self):
-        import torch.distributed.checkpoint
-
-        return torch.distributed.checkpoint
-
     def state(self, number):
         import torch
 
@@ -282,20 +223,24 @@ class Worker:
         return {"large": large, "small": torch.full((5,), float(number)), "number": number}
 
     def save(self, name, number, level):
+        from torch.distributed import checkpoint as dcp
+
         from tierfs.dcp import TierWriter
 
         place = f"tierfs::{self.spec['url']}/{self.spec['directory']}/{name}"
-        self.dcp.save(self.state(number), storage_writer=TierWriter(place, **self.options(level)))
+        dcp.save(self.state(number), storage_writer=TierWriter(place, **self.options(level)))
 
     def load(self, paths, door):
         """Return the number of the save that each checkpoint holds, None, or -1 if its parts do not fit together."""
         return {path: self.asked(lambda path=path: self.loaded(path)) for path in paths}
 
     def loaded(self, path):
+        from torch.distributed import checkpoint as dcp
+
         from tierfs.dcp import TierReader
 
         place, state = f"tierfs::{self.spec['url']}/{path}", self.state(0)
-        self.dcp.load(state, storage_reader=TierReader(place, **self.options("staged")))
+        dcp.load(state, storage_reader=TierReader(place, **self.options("staged")))
         wanted = self.state(state["number"])
         right = all(bool((state[name] == wanted[name]).all()) for name in ("large", "small"))
         return state["number"] if right else -1
@@ -320,8 +265,7 @@ class Worker:
             for step in range(max(first, 0 if found is None else found + 1), first + count):
                 with torch.no_grad():
                     model.weight.fill_(float(step))
-                handle = manager.step(step, state)
-                if handle is not None:
+                if (handle := manager.step(step, state)) is not None:
                     handle.wait(level, PATIENCE_S)
                     self.say(saved=step)
 
@@ -334,51 +278,43 @@ class Worker:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.connect(self.spec["socket"])
         while data := self.socket.recv(1 << 20):
-            request = json.loads(data)
-            begun = time.monotonic()
+            request, begun = json.loads(data), time.monotonic()
             try:
-                answer = {"done": getattr(self, request.pop("do"))(**request)}
+                do = getattr(self, request["do"], None)
+                answer = {"done": do(**request["with"]) if do else self.change(request["do"], **request["with"])}
             except BaseException as error:
                 answer = {"error": type(error).__name__, "message": str(error)[:2000]}
-                answer["conflict"] = isinstance(error, ConflictError)
+                answer["conflict"] = isinstance(error, ConflictError) or "ConflictError" in str(error)
             self.say(**answer, seconds=time.monotonic() - begun)
-
-
-def worker(spec):
-    Worker(spec).serve()
 
 
 def command(spec):
     """Run a command of tierfs."""
     from tierfs.cli.app import main
 
-    version = spec.get("version")
-    if version:
-        for name in ("tierfs", "tierfs.cli.commands.flusher", "tierfs.session.tiers"):
-            importlib.import_module(name).__version__ = version
+    for name in ("tierfs", "tierfs.cli.commands.flusher", "tierfs.session.tiers") if spec.get("version") else ():
+        importlib.import_module(name).__version__ = spec["version"]
     sys.exit(main(spec["words"]))
 
 
 def prepared(role):
     def run(spec):
-        from tierfs.session import settings
-        from tierfs.session.tiers import Launcher
-
         faulthandler.register(signal.SIGUSR1)
         Launcher.launch = lambda self: None  # the driver starts the flushers
         settings.is_durable = lambda _: True  # as in `killing.become`
         os.environ |= {f"TIERFS_{name.upper()}": "0" if spec["bare"] else spec[name] for name in ("ram", "nvme")}
         use_endpoint(spec["endpoint"])
-        strike_objects(spec)
-        if spec["clock_s"]:
-            jump_clock(spec["clock_s"])
+        if not spec["bare"]:
+            strike_objects(spec)
+        ahead_ns, now_ns = spec["clock_s"] * 10**9, time.time_ns
+        SystemClock.now_ns = lambda self: now_ns() + ahead_ns
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             role(spec)
 
     return run
 
 
-killing.ROLES.update(worker=prepared(worker), command=prepared(command))
+killing.ROLES.update(worker=prepared(lambda spec: Worker(spec).serve()), command=prepared(command))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def soak() -> list[str]:
         total: Counter[str] = Counter()
         for run in runs:
             total.update(run.get(name, {}))
-        shown = ", ".join(f"{key} {value:,}" for key, value in sorted(total.items(), key=lambda item: -item[1]))
+        shown = ", ".join(f"`{key}` {value:,}" for key, value in sorted(total.items(), key=lambda item: -item[1]))
         return f"**{sum(total.values()):,}**: {shown}" if shown else "0"
 
     names = ("kills", "faults", "flips", "damage", "operations", "acknowledged_bytes")
