@@ -14,6 +14,7 @@ import pytest
 
 BENCH = Path(__file__).parent / "bench"
 SMALLEST = {
+    "activations.py": ["--layers", "1", "--length", "64", "--rounds", "1", "--min-bytes", "16KiB", "--ram", "1MiB"],
     "tiers.py": ["--mib", "32", "--rounds", "1", "--chunks", "1000"],
     "dcp.py": ["--bytes", "16MiB", "--rounds", "1", "--only", "first"],
     "object.py": ["--bytes", "16MiB", "--rounds", "1", "--server", "ministack", "--only", "chunks"],

@@ -11,7 +11,7 @@ PUBLIC = {
     "tierfs": ["TierFileSystem", "TierfsError", "__version__", "init", "mount"],
     "tierfs.dcp": ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"],
     "tierfs.device": ["DeviceTier", "Drain", "Gate"],
-    "tierfs.experimental.activations": ["Activations", "Stats"],
+    "tierfs.experimental.activations": ["Activations"],
     "tierfs.fs": ["TierFileSystem"],
     "tierfs.testing": [
         "Fault",

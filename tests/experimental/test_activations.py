@@ -1,6 +1,7 @@
 """`Activations` gives back the bytes that were saved, within its budgets, whatever becomes of the step."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from support.waiting import until
 from torch.utils.checkpoint import checkpoint
 
 from tierfs.device import accelerator as accelerators
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.experimental.activations import Activations
-from tierfs.experimental.activations.memory import SpillFile
+from tierfs.experimental.activations.choice import SavedTensor, choose
+from tierfs.experimental.activations.memory import Space, SpillFile
 from tierfs.experimental.activations.regions import Place, Region, Regions
 
 MIB = 1 << 20
@@ -86,10 +88,10 @@ def test_gradients_are_equal_bit_for_bit(device, new, ram):
     for _ in range(3):
         assert_equal(step(activations), wanted)
     stats = activations.stats()
-    assert stats.offloaded_bytes > 16 * MIB
-    assert stats.ram_bytes_max <= int(ram[:-3]) * MIB
-    assert bool(stats.moved_bytes.get("write")) == (ram != "64MiB")
-    assert stats.failures == {}
+    assert stats["offloaded_bytes"] > 16 * MIB
+    assert stats["ram_bytes_max"] <= int(ram[:-3]) * MIB
+    assert bool(stats["moved_bytes"].get("write")) == (ram != "64MiB")
+    assert stats["failures"] == {}
 
 
 def test_tensors_that_share_a_storage_are_offloaded_once(device, new):
@@ -101,9 +103,9 @@ def test_tensors_that_share_a_storage_are_offloaded_once(device, new):
         loss = (query * key * value * query).sum() + y.exp().sum()
     loss.backward()
     stats = activations.stats()
-    assert stats.offloaded > 4
+    assert stats["offloaded"] > 4
     # The products of two and of three, y once, and exp's result.
-    assert stats.offloaded_bytes == (256 * 768 * 2 + 256 * 256 * 2) * 4
+    assert stats["offloaded_bytes"] == (256 * 768 * 2 + 256 * 256 * 2) * 4
 
 
 def test_parameters_and_their_views_are_kept(device, new):
@@ -112,8 +114,8 @@ def test_parameters_and_their_views_are_kept(device, new):
     with activations:
         loss = (torch.nn.functional.linear(torch.randn(4, 512, requires_grad=True), weight) @ weight[:, :256]).sum()
     loss.backward()
-    assert activations.stats().kept["parameter"] >= 2
-    assert activations.stats().offloaded == 0
+    assert activations.stats()["kept"]["parameter"] >= 2
+    assert activations.stats()["offloaded"] == 0
 
 
 def test_a_change_in_place_is_an_error_as_without_it(device, new):
@@ -128,7 +130,7 @@ def test_a_change_in_place_is_an_error_as_without_it(device, new):
 
 
 def test_the_oldest_bytes_are_spilled_and_the_next_are_read_ahead(disk):
-    regions = Regions(4 * MIB, SpillFile(disk, 64 * MIB))
+    regions = Regions(Space(4 * MIB), SpillFile(disk, 64 * MIB))
     sources = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(8)]
     held = [regions.hold(source, None) for source in sources]
     until(lambda: Place.SPILLING not in [region.place for region in held])
@@ -139,19 +141,18 @@ def test_the_oldest_bytes_are_spilled_and_the_next_are_read_ahead(disk):
         assert torch.equal(regions.restore(region), sources[number])
         del region
         if number == 5:
-            until(lambda: Place.READING not in [region.place for region in held])
-            assert [region.place for region in held] == [Place.DISK] * 3 + [Place.READ] * 2
-    assert regions.disk_bytes() == 0
-    assert regions.memory.held_bytes == 0
+            assert [region.place for region in held] == [Place.DISK] * 3 + [Place.COMING] * 2
+    assert regions.stats()["disk_bytes"] == 0
+    assert regions.memory.taken_bytes == 0
 
 
 def test_what_finds_no_room_is_kept(device, new):
     activations = new("1MiB", nvme="2MiB")
     assert_equal(step(activations), plain_gradients())
     stats = activations.stats()
-    assert stats.kept["no room"] > 0
-    assert stats.failures["nvme_full"] > 0
-    assert stats.disk_bytes == 0
+    assert stats["kept"]["no room"] > 0
+    assert stats["failures"]["full"] > 0
+    assert stats["disk_bytes"] == 0
 
 
 def test_a_file_that_cannot_grow_keeps_tensors_in_memory(disk):
@@ -173,7 +174,7 @@ def test_a_file_that_cannot_grow_keeps_tensors_in_memory(disk):
             found.append(gradients(model))
         assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
         stats = activations.stats()
-        assert stats.failures["write"] and stats.kept["no room"], stats
+        assert stats["failures"]["write"] and stats["kept"]["no room"], stats
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), disk], check=True)
 
@@ -198,14 +199,14 @@ def test_nothing_is_left_after_a_kill_during_a_spill(disk):
     assert list(disk.iterdir()) == []
 
 
-def test_a_thousand_steps_leave_nothing(device, new):
-    activations = new("64KiB", nvme="1MiB", min_bytes="4KiB")
+def test_a_thousand_steps_leave_nothing(new):
+    activations = new("32KiB", nvme="1MiB", min_bytes="4KiB")
     threads = set()
     for number in range(1000):
-        y = torch.randn(64, 64, requires_grad=True)
+        y = torch.randn(32, 64, requires_grad=True)
         try:
             with activations:
-                for _ in range(8):
+                for _ in range(6):
                     y = y.sin()
                 if number % 3 == 0:
                     raise ArithmeticError("the forward pass fails")
@@ -215,13 +216,79 @@ def test_a_thousand_steps_leave_nothing(device, new):
             pass
         threads.add(threading.active_count())
     del y
-    until(lambda: (gc.collect(), not any(isinstance(one, Region) for one in gc.get_objects()))[1])
+    until(lambda: (gc.collect(), not any(isinstance(one, Region) for one in gc.get_objects()))[1], every_s=0.5)
     stats = activations.stats()
-    assert stats.disk_bytes == 0
-    assert stats.moved_bytes["write"] > MIB
-    assert stats.failures == {}
+    assert stats["disk_bytes"] == 0
+    assert stats["moved_bytes"]["write"] > MIB
+    assert stats["failures"] == {}
     assert max(threads) <= min(threads) + 5
     assert_equal(step(activations), plain_gradients())
+
+
+@pytest.mark.parametrize("ram", ["64MiB", "2MiB"])
+def test_a_step_that_ends_early_frees_a_gpus_slots(gpu, new, ram):
+    activations = new(ram)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError), activations:
+            new_model()(batch())
+            raise ArithmeticError("the forward pass fails")
+    assert_equal(step(activations), plain_gradients())
+    assert activations.stats()["kept"].get("no room") is None
+    assert activations.stats()["disk_bytes"] == 0
+
+
+def test_bytes_that_the_disk_has_lost_are_one_clear_error(device, new, disk):
+    activations = new("1MiB")
+    x = torch.randn(MIB // 16, requires_grad=True)
+    with activations:
+        y = x
+        for _ in range(12):
+            y = y.sin()
+    until(lambda: activations.stats()["moved_bytes"].get("write", 0) >= MIB)
+    files = [fd for fd in os.listdir("/proc/self/fd") if _link(fd).startswith(str(disk))]
+    os.truncate(f"/proc/self/fd/{files[0]}", 0)
+    with pytest.raises(StoreError, match="are lost"):
+        y.sum().backward()
+    assert activations.stats()["failures"]["read"] >= 1
+
+
+def _link(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+def test_tensors_are_kept_while_a_cuda_graph_is_captured(gpu, new):
+    activations = new("64MiB")
+    accelerators.accelerators[0].capturing = True
+    assert_equal(step(activations), plain_gradients())
+    assert activations.stats()["offloaded"] == 0
+    assert activations.stats()["kept"]["CUDA graph"] > 0
+
+
+def test_a_compiled_graph_is_offloaded_at_its_edges(new):
+    activations, wanted = new("2MiB"), new_model(layers=1)
+    torch.manual_seed(3)
+    wanted(batch()).backward()
+    model = new_model(layers=1)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_equal(step(activations, model), gradients(wanted))
+    assert activations.stats()["offloaded"] > 3
+
+
+def test_a_graph_that_is_kept_serves_two_backward_passes(device, new):
+    activations = new("2MiB")
+    found = []
+    for one in (None, activations):
+        model = new_model()
+        torch.manual_seed(3)
+        with one or torch.enable_grad():
+            loss = model(batch())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(gradients(model))
+    assert_equal(found[1], found[0])
 
 
 def test_several_forward_passes_before_one_backward_pass(device, new):
@@ -252,7 +319,7 @@ def test_the_inputs_of_checkpointed_layers_are_offloaded(device, new):
     activations = new("2MiB")
     found = step(activations, Checkpointed())
     assert_equal({name.removeprefix("model."): grad for name, grad in found.items()}, plain_gradients())
-    assert activations.stats().offloaded >= 9
+    assert activations.stats()["offloaded"] >= 9
 
 
 def test_wrapped_layers_keep_only_their_inputs(device, new):
@@ -272,7 +339,7 @@ def test_wrapped_layers_keep_only_their_inputs(device, new):
     model(batch()).backward()
     assert_equal(gradients(model), gradients(wanted))
     # Each layer has one input and one scale of this size.
-    assert activations.stats().offloaded_bytes == 2 * len(model.layers) * batch().nbytes
+    assert activations.stats()["offloaded_bytes"] == 2 * len(model.layers) * batch().nbytes
 
 
 def test_the_peak_of_the_gpus_memory_falls_by_two_fifths(gpu, new):
@@ -286,6 +353,37 @@ def test_the_peak_of_the_gpus_memory_falls_by_two_fifths(gpu, new):
             loss.backward()
         peaks.append(meter.peak)
     assert peaks[1] <= 0.6 * peaks[0]
+
+
+def test_auto_keeps_what_could_not_come_back_in_time(device, new, caplog):
+    activations = new("2MiB", keep="auto")
+    caplog.set_level("INFO", "tierfs.activations")
+    wanted = plain_gradients()
+    for _ in range(5):
+        assert_equal(step(activations), wanted)
+    assert "a step) are kept, because they could not come back in time" in caplog.text
+    # The last tensors of the forward pass are needed at once.
+    assert activations.stats()["kept"]["auto"] >= 2
+
+
+def test_the_choice_follows_the_links():
+    def kept(seconds_per_byte, ram_bytes=0):
+        # A tensor of 10 bytes each second, needed in the opposite order from second 10 on.
+        records = [SavedTensor(10, True, 1.0 + number, 20.0 - number) for number in range(10)]
+        cost = dict.fromkeys(("drain", "write", "read", "rise"), seconds_per_byte)
+        choose(records, ram_bytes, cost)
+        return [number for number, record in enumerate(records) if record.is_kept]
+
+    assert kept(0.0) == []
+    # Ten bytes take half a second down to RAM, and as much to the disk: the last tensor is late.
+    assert kept(0.05) == [9]
+    # With enough RAM the disk does not matter.
+    assert kept(0.1) == [8, 9]
+    assert kept(0.1, ram_bytes=1000) == [9]
+    # The slower the links, the more is kept.
+    numbers = [len(kept(cost)) for cost in (0.1, 0.15, 0.2, 0.5)]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 10
 
 
 def test_a_directory_in_memory_is_refused():

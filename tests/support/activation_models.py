@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._alive[reference.cdata] = reference, tensor.untyped_storage().nbytes()
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}

@@ -3,6 +3,6 @@
 Experimental: it has no figures of a GPU yet. It is promoted or removed by 2027-05-31.
 """
 
-from tierfs.experimental.activations.offload import Activations, Stats
+from tierfs.experimental.activations.offload import Activations
 
-__all__ = ["Activations", "Stats"]
+__all__ = ["Activations"]

@@ -262,8 +262,7 @@ def padded_pages(data: memoryview) -> Iterator[list[memoryview]]:
 def transfer(call: Callable[[int, list[memoryview], int], int], fd: int, pieces: list[memoryview], at: int) -> None:
     """Read or write all pieces, which follow one another in the file, in calls of `CALL_BYTES`.
 
-    Raises:
-        OSError: A call failed, or the file ended.
+    Raises `OSError` if a call fails, or the file ends early.
     """
     pieces = [piece for piece in pieces if len(piece)]
     while pieces:

@@ -1,7 +1,4 @@
-"""The owner's record of the free slots and free bytes of its segment.
-
-The shared table holds the same information; this form is faster to search.
-"""
+"""The owner's record of the free slots and bytes of its segment: faster to search than the shared table."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ class FreeRanges:
 
     def take(self, size: int, *, at_end: bool = False) -> int | None:
         """Take ``size`` bytes from the first range that has them, or from the last one. Return their offset."""
-        numbers = range(len(self._free))
-        for number in reversed(numbers) if at_end else numbers:
+        for number in range(len(self._free))[:: -1 if at_end else 1]:
             begin, end = self._free[number]
             if end - begin >= size:
                 at = end - size if at_end else begin
@@ -39,8 +35,7 @@ class FreeRanges:
         if number < len(self._free) and self._free[number][0] == end:
             end = self._free.pop(number)[1]
         if number and self._free[number - 1][1] == begin:
-            number -= 1
-            begin = self._free.pop(number)[0]
+            number, begin = number - 1, self._free.pop(number - 1)[0]
         self._free.insert(number, (begin, end))
 
 
@@ -57,8 +52,7 @@ class SlotAllocator:
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
         """Allocate adjacent slots of these lengths in bytes. Each starts on a page boundary.
 
-        Returns:
-            Index, new serial and offset in the segment of each slot; None if there is no room.
+        Return the index, new serial and offset in the segment of each slot; None if there is no room.
         """
         sizes = [padded(max(length, 1)) for length in lengths]
         total = sum(sizes)
@@ -68,9 +62,8 @@ class SlotAllocator:
             return None
         places = []
         for size in sizes:
-            index = heapq.heappop(self._slots)
+            index, self._serial = heapq.heappop(self._slots), self._serial + 1
             self._sizes[index] = size
-            self._serial += 1
             places.append((index, self._serial, at))
             at += size
         return places
