@@ -21,6 +21,7 @@ _LOGGERS = (
     "tierfs.fs",
     "tierfs.local",
     "tierfs.objects",
+    "tierfs.plugs",
     "tierfs.store",
 )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras", reason="keras is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-to/integration-tests.md")
 pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
@@ -37,6 +40,7 @@ pytestmark = [
 PAGE = Path(__file__).parents[2] / "docs/reference/frameworks.md"
 TABLE = pa.table({"a": [1, 2]})
 STATE = {"a": torch.arange(3)}
+KERAS = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
 CONFIG = transformers.LlamaConfig()
 KINDS = ("`tierfs::s3://...`", "a named store, `tierfs://NAME/...`", "`fsspec+tierfs::...`")
 
@@ -72,6 +76,7 @@ PROGRAMS = {
     "`epath.Path`, after `register()`": (lambda url: void(epath.Path(f"{url}/e").write_text("x")), None),
     "wandb's `add_reference`, after `register()`": (referred, None),
     "MLflow's artifacts": (lambda url: void(get_artifact_repository(f"{url}/ml").log_artifact(__file__)), None),
+    "Keras 3's `save`": (lambda url: void(KERAS.save(f"{url}/k.keras")), None),
     "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),
     "Python's `open`": (lambda url: written(open(f"{url}/o", "wb")), None),  # noqa: SIM115
     "`UPath`": (lambda url: void(UPath(f"{url}/p").write_bytes(b"x")), None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
@@ -19,13 +18,8 @@ _LOCAL = ("file", "local", "memory")  # their URLs have three slashes
 
 
 def register() -> None:
-    """Let ``epath.Path`` take tierfs URLs, and let Orbax refuse to write arrays to them. A second call does nothing.
-
-    Orbax writes arrays with tensorstore, which takes a tierfs URL for a local path. Without this call, ``epath.Path``
-    refuses tierfs URLs.
-    """
-    protocols = fsspec.available_protocols()
-    epath.register_path_cls(["tierfs://", *(f"tierfs::{name}://" for name in protocols)])(TierGPath)
+    """Let ``epath.Path`` take tierfs URLs, and let Orbax refuse to write arrays to them. Call it once."""
+    epath.register_path_cls(["tierfs://", *(f"tierfs::{name}://" for name in fsspec.available_protocols())])(TierGPath)
     if importlib.util.find_spec("orbax") and importlib.util.find_spec("orbax.checkpoint"):
         _refuse_arrays()
 
@@ -35,7 +29,6 @@ def _refuse_arrays() -> None:
 
     build = tensorstore_utils.build_kvstore_tspec
 
-    @functools.wraps(build)
     def build_for_paths(directory: Any, *arguments: Any, **options: Any) -> Any:
         if str(directory).startswith("tierfs:"):
             raise InvalidInputError(
@@ -44,8 +37,7 @@ def _refuse_arrays() -> None:
             )
         return build(directory, *arguments, **options)
 
-    if not hasattr(build, "__wrapped__"):
-        tensorstore_utils.build_kvstore_tspec = build_for_paths
+    tensorstore_utils.build_kvstore_tspec = build_for_paths
 
 
 class TierGPath(gpath.PosixGPath):
@@ -71,8 +63,7 @@ class TierGPath(gpath.PosixGPath):
 
     @property
     def _path_str(self) -> str:
-        scheme = self._uri_scheme
-        if scheme is None:
+        if (scheme := self._uri_scheme) is None:
             return str(super()._path_str)
         slash = "/" if scheme.rpartition(":")[2] in _LOCAL else ""
         return f"{scheme}://{slash}{'/'.join(self.parts[2:])}"
@@ -90,19 +81,15 @@ def _absolute(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _TierBackend(backend._FileSystemSpecBackend):
-    """etils' backend for fsspec, with the filesystem of the URL."""
-
     def fs(self, path: Any) -> Any:
         return fsspec.url_to_fs(os.fspath(path))[0]
 
     def glob(self, path: Any) -> list[str]:
-        fs = self.fs(path)
-        return [fs.unstrip_protocol(found) for found in fs.glob(os.fspath(path))]
+        return [self.fs(path).unstrip_protocol(found) for found in self.fs(path).glob(os.fspath(path))]
 
     def walk(self, top: Any, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
-        fs = self.fs(top)
         for found, directories, files in super().walk(top, **options):
-            yield fs.unstrip_protocol(found), directories, files
+            yield self.fs(top).unstrip_protocol(found), directories, files
 
 
 _BACKEND = _TierBackend()

@@ -16,13 +16,10 @@ _logger = logging.getLogger("tierfs.plugs")
 class TierArtifactRepository(ArtifactRepository):
     """Artifacts below a tierfs URL, such as ``mlflow.create_experiment(name, artifact_location=URL)`` sets.
 
-    A file is logged when it has reached the configured level. Reads are verified. The entry point
-    ``mlflow.artifact_repository`` makes this class known to MLflow.
+    The entry point ``mlflow.artifact_repository`` makes this class known to MLflow.
 
     Args:
         artifact_uri: ``tierfs::s3://bucket/run`` or ``tierfs://NAME/run``.
-        tracking_uri: Not used.
-        registry_uri: Not used.
     """
 
     def __init__(self, artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:

@@ -16,18 +16,9 @@ from tierfs.errors import ConflictError, InvalidInputError, NotFoundError
 
 
 def register() -> None:
-    """Let ``Artifact.add_reference`` look into tierfs URLs. A second call does nothing.
-
-    Without it wandb keeps such a URL as one entry without files, sizes or digests.
-    """
+    """Let ``Artifact.add_reference`` look into tierfs URLs, of which wandb keeps the name alone. Call it once."""
     make = wandb_storage_policy.make_storage_handlers
-    if not hasattr(make, "of_tierfs"):
-
-        def make_with_ours(session: Any) -> list[StorageHandler]:
-            return [TierReferenceHandler(), *make(session)]
-
-        make_with_ours.of_tierfs = True  # type: ignore[attr-defined]
-        wandb_storage_policy.make_storage_handlers = make_with_ours
+    wandb_storage_policy.make_storage_handlers = lambda session: [TierReferenceHandler(), *make(session)]
 
 
 class TierReferenceHandler(StorageHandler):

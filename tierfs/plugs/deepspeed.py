@@ -1,0 +1,119 @@
+"""DeepSpeed 0.19: `save_checkpoint` and `load_checkpoint` of an engine, with its checkpoints in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import posixpath
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from deepspeed import comm
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from tierfs.errors import NotFoundError
+
+_logger = logging.getLogger("tierfs.plugs")
+
+
+def save_checkpoint(engine: Any, url: str, tag: str | None = None, *, ack: str | None = None, **options: Any) -> None:
+    """Save a checkpoint below a tierfs URL, as ``engine.save_checkpoint`` does in a directory. Call it on all ranks.
+
+    The file ``latest`` names the checkpoint once all ranks have saved their files.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        url: A directory in a store.
+        tag: Name of the checkpoint; by default ``global_stepN``.
+        ack: The level that each file must reach; ``None`` for the configured one. On several nodes that is ``"object"``.
+        **options: Other arguments of ``engine.save_checkpoint``, such as ``client_state``.
+    """
+    if comm.get_rank() == 0:
+        level = ack or "the configured level"
+        _logger.warning("tierfs: DeepSpeed's checkpoints go to %s; a save is done at %s", url, level)
+    with _in_store(engine, url, ack) as files:
+        engine.save_checkpoint(files.directory, tag, save_latest=False, **options)
+        if comm.get_rank() == 0:
+            files.fs.pipe_file(files.latest, files.tag.encode(), **files.level)
+        comm.barrier()
+
+
+def load_checkpoint(engine: Any, url: str, tag: str | None = None, **options: Any) -> tuple[str | None, Any]:
+    """Load a checkpoint that `save_checkpoint` saved. Its files are pickles, as always with DeepSpeed: trust them.
+
+    Args:
+        engine: As for `save_checkpoint`, like ``url``.
+        url: A directory in a store.
+        tag: Name of the checkpoint; by default the one that was saved last.
+        **options: Other arguments of ``engine.load_checkpoint``.
+
+    Returns:
+        The checkpoint's URL and its ``client_state``; twice ``None`` if nothing was saved and no tag is given.
+
+    Raises:
+        NotFoundError: There is no checkpoint with this tag.
+    """
+    with _in_store(engine, url, None) as files:
+        if tag is None and not files.fs.exists(files.latest):
+            return None, None
+        tag = tag or files.fs.cat_file(files.latest).decode()
+        files.prepare(tag)
+        found, client_state = engine.load_checkpoint(files.directory, tag, **options)
+        return found and f"{url.rstrip('/')}/{tag}", client_state
+
+
+class TierCheckpointEngine(CheckpointEngine):
+    """DeepSpeed's files in a store. ``directory`` stands for the URL where DeepSpeed wants a local path."""
+
+    def __init__(self, url: str, directory: str, ack: str | None) -> None:
+        super().__init__()
+        self.fs, self.root = fsspec.url_to_fs(url)
+        self.directory, self.latest = directory, posixpath.join(self.root, "latest")
+        self.level = {} if ack is None else {"ack": ack}
+
+    def create(self, info: Any) -> None:
+        self.tag: str = info.tag
+
+    def save(self, state_dict: Any, path: str) -> None:
+        with self.fs.open(self._at(path), "wb", **self.level) as file:
+            torch.save(state_dict, file)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        with self.fs.open(self._at(path), "rb") as file:
+            return torch.load(file, map_location=map_location, weights_only=False)
+
+    def commit(self, info: Any) -> bool:
+        """Store the files that DeepSpeed wrote into the directory by itself: scripts, and offloaded tensors."""
+        for path in filter(os.path.isfile, Path(self.directory).rglob("*")):
+            self.fs.put_file(str(path), self._at(path), **self.level)
+        return True
+
+    def prepare(self, tag: str) -> None:
+        """Make an empty file for each one that `load` reads, because DeepSpeed looks for them. Fetch the others."""
+        found = self.fs.find(posixpath.join(self.root, tag))
+        if not found:
+            raise NotFoundError(f"{self.fs.unstrip_protocol(self.root)} has no checkpoint {tag!r}")
+        for name in found:
+            path = Path(self.directory, posixpath.relpath(name, self.root))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch() if path.suffix == ".pt" else self.fs.get_file(name, str(path))
+
+    def _at(self, path: str | Path) -> str:
+        return posixpath.join(self.root, os.path.relpath(path, self.directory))
+
+
+@contextlib.contextmanager
+def _in_store(engine: Any, url: str, ack: str | None) -> Iterator[TierCheckpointEngine]:
+    """Give the engine a `TierCheckpointEngine` for one save or load."""
+    former = engine.checkpoint_engine
+    with tempfile.TemporaryDirectory(prefix="tierfs-deepspeed-") as directory:
+        engine.checkpoint_engine = TierCheckpointEngine(url, directory, ack)
+        try:
+            yield engine.checkpoint_engine
+        finally:
+            engine.checkpoint_engine = former
