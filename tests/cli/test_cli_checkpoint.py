@@ -83,7 +83,7 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store,
         ("step_12", 12, "incomplete", None),
     ]
     assert listed[0].keys() == {
-        "name", "step", "state", "level", "size", "stored", "shared", "freed", "tensors", "objects", "files", "format",
+        "name", "step", "state", "level", "size", "stored", "new", "shared", "freed", "tensors", "objects", "files", "format",
         "kind", "created", "problems", "waiting", "logged_steps",
     }  # fmt: skip
     assert (listed[0]["level"], listed[0]["tensors"], listed[0]["problems"]) == ("object", 3, [])
@@ -106,8 +106,8 @@ def test_checkpoint_ls_shows_shared_and_freed_bytes(url, store, told, tell):
     save_state(f"{url}/run/step_2", {**frozen, "extra": torch.randn(100_000)})
     save_state(f"{url}/elsewhere/step_1", frozen)
     first, second = told("checkpoint", "ls", f"{url}/run")["checkpoints"]
-    costs = ("stored", "shared", "freed")
-    assert [item[name] for item in (first, second) for name in costs] == [None] * 6
+    costs = ("stored", "new", "shared", "freed")
+    assert [item[name] for item in (first, second) for name in costs] == [None] * 8
     document = told("checkpoint", "ls", f"{url}/run", "--usage")
     assert document["requests"]["list"] >= 2
     first, second = document["checkpoints"]
@@ -116,8 +116,11 @@ def test_checkpoint_ls_shows_shared_and_freed_bytes(url, store, told, tell):
     # The other run has all of these tensors, too.
     assert first["freed"] < 20_000 < first["shared"]
     assert second["freed"] > 200_000
+    # A step stores first what no earlier one has.
+    assert first["new"] == first["stored"]
+    assert second["stored"] - first["shared"] <= second["new"] < second["stored"]
     lines = tell("checkpoint", "ls", f"{url}/run", "--usage").splitlines()
-    assert lines[0].split()[3:7] == ["size", "stored", "shared", "freed"]
+    assert lines[0].split()[3:8] == ["size", "stored", "new", "shared", "freed"]
     assert len({line.rindex("  step_") for line in lines[1:]} | {lines[0].rindex("  name")}) == 1
     # Without the other run, less of this checkpoint is shared.
     delete(store, "elsewhere/step_1/.metadata")

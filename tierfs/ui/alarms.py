@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from tierfs.cli.arguments import suggested
+from tierfs.cli.commands.status import age
 from tierfs.units import format_bytes
 
 PROBLEM, NOTE = "problem", "note"
@@ -15,157 +14,111 @@ FULL = 0.9
 """The share of a tier's budget from which on its dirty bytes are an alarm: writers are about to wait."""
 GC_AGE_S_MAX = 7 * 86400.0
 """gc is late after this time, which is many times the grace of any store."""
+_Found: TypeAlias = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """One thing that a person should know.
-
-    Attributes:
-        severity: ``problem``, or ``note`` if nothing is at risk.
-        what: What is wrong, in one sentence.
-        do: What to do, in words; empty if the command says it.
-        command: The command to run; empty if there is none.
-    """
-
-    severity: str
-    what: str
-    do: str = ""
-    command: str = ""
-
-
-def alarms_in(report: Mapping[str, Any], *, max_age_s: float, now_s: float | None = None) -> list[Alarm]:
+def alarms_in(report: Mapping[str, Any], *, max_age_s: float, now_s: float) -> list[dict[str, str]]:
     """Return the alarms of a store, problems first.
 
     Args:
         report: The output of ``tierfs status --json``.
         max_age_s: Seconds for which a change may wait for the object tier.
-        now_s: The time, in seconds since the epoch; by default, the present.
+        now_s: The time, in seconds since the epoch.
+
+    Returns:
+        ``severity``: ``problem``, or ``note`` if nothing is at risk. ``what`` is wrong, in one sentence. ``do``: what to
+        do, in words. ``command``: the command to run.
     """
     url = str(report["store"])
-    found = [
-        *_waiting(report, url, max_age_s),
-        *_damage(report, url),
-        *_tiers(report, url),
-        *_upkeep(report, url, time.time() if now_s is None else now_s),
-        *_left(report),
-    ]
-    return sorted(found, key=lambda alarm: alarm.severity != PROBLEM)
+    found = (*_queue(report, url, max_age_s), *_damage(report, url), *_tiers(report, url), *_upkeep(report, url, now_s))
+    alarms = [alarm(severity, what, do, *words) for severity, what, do, words in found]
+    return sorted(alarms, key=lambda one: one["severity"] != PROBLEM)
 
 
-def _waiting(report: Mapping[str, Any], url: str, max_age_s: float) -> Iterator[Alarm]:
-    """Yield what keeps changes from the object tier."""
-    queue, flusher = report["queue_files"], report["flusher"]
-    if queue and report["oldest_age_s"] > max_age_s:
-        size = format_bytes(report["queue_bytes"])
-        text = f"{_count(queue, 'file')} ({size}) waited up to {_time(report['oldest_age_s'])} for the object tier"
-        yield Alarm(PROBLEM, text, command=_command("wait", url))
+def alarm(severity: str, what: str, do: str = "", *words: str) -> dict[str, str]:
+    """Return one alarm. ``words`` are those of the command after ``tierfs``."""
+    return {"severity": severity, "what": what, "do": do, "command": suggested(*words).strip("`") if words else ""}
+
+
+def _queue(report: Mapping[str, Any], url: str, max_age_s: float) -> _Found:
+    """Find what keeps changes from the object tier."""
+    flusher, age_s = report["flusher"], report["oldest_age_s"]
+    queue = f"{_count(report['queue_files'], 'file')} ({format_bytes(report['queue_bytes'])})"
+    if report["queue_files"] and age_s > max_age_s:
+        yield PROBLEM, f"{queue} waited up to {age(age_s)} for the object tier", "", ("wait", url)
     if "silent" in flusher:
-        yield Alarm(
-            PROBLEM,
-            f"The flusher does not answer: {flusher['silent']}",
-            "Stop it; the next write starts another one.",
-            _command("flusher", "stop", url),
-        )
-    elif queue and not flusher.get("running"):
-        yield Alarm(PROBLEM, f"{_count(queue, 'file')} wait, and no flusher runs", command=_command("wait", url))
-    failing = int(report.get("failing_files", len(report["errors"])))
+        do = "Stop it. The next write starts another one."
+        yield PROBLEM, f"The flusher does not answer: {flusher['silent']}", do, ("flusher", "stop", url)
+    elif report["queue_files"] and not flusher.get("running"):
+        yield PROBLEM, f"{queue} wait for the object tier, and no flusher runs", "", ("wait", url)
     for error in report["errors"][:1]:
-        tried = f", {_count(error['attempts'], 'attempt')}" if error["attempts"] else ""
-        many = f" of {failing} files" if failing > 1 else ""
-        text = f"The flush{many} fails{tried}: {error['path'] or url}: {error['message']}"
-        yield Alarm(PROBLEM, text, "The flusher tries again.", _command("probe", url))
-    conflicts = int(report.get("conflict_files", len(report["conflicts"])))
+        failing = int(report.get("failing_files", len(report["errors"])))
+        many, tries = f" of {failing} files" if failing > 1 else "", f"{_count(error['attempts'], 'attempt')}: "
+        text = f"The flush{many} fails, {tries if error['attempts'] else ''}{error['path'] or url}: {error['message']}"
+        yield PROBLEM, text, "The flusher tries again.", ("probe", url)
     for conflict in report["conflicts"][:1]:
-        path = f"{url}/{conflict['path']}"
-        text = f"{_count(conflicts, 'file')} in conflict: {conflict['path']}: {conflict['message']}"
-        yield Alarm(
+        count = _count(int(report.get("conflict_files", len(report["conflicts"]))), "file")
+        text = f"{count} in conflict: {conflict['path']}: {conflict['message']}"
+        yield (
             PROBLEM,
             text,
-            "Export the change of this host, then discard it.",
-            _command("flusher", "export", path, "FILE"),
+            "Export this change, then discard it.",
+            ("flusher", "export", f"{url}/{conflict['path']}", "FILE"),
         )
 
 
-def _damage(report: Mapping[str, Any], url: str) -> Iterator[Alarm]:
-    repair = _command("repair", url)
-    scrub = report.get("upkeep", {}).get("scrub", {})
-    if scrub.get("known_damaged"):
-        text = f"{_count(scrub['known_damaged'], 'chunk')} in the object tier known to be damaged"
-        yield Alarm(PROBLEM, text, "Other tiers and copies of the store may heal them.", repair)
+def _damage(report: Mapping[str, Any], url: str) -> _Found:
+    """Find what is damaged or missing, by reads, gc, scrub and repair."""
+    if damaged := report.get("upkeep", {}).get("scrub", {}).get("known_damaged"):
+        yield PROBLEM, f"{_count(damaged, 'chunk')} of the object tier known to be damaged", "", ("repair", url)
     for key, what in (("missing_chunks", "chunk"), ("vanished_records", "record")):
         if report.get(key):
-            yield Alarm(PROBLEM, f"{_count(report[key], what)} missing from the object tier", command=repair)
-    if report.get("lost_bytes"):
-        text = f"{format_bytes(report['lost_bytes'])} lie in .tierfs/lost/, where a repair moved them"
-        yield Alarm(NOTE, text, command=_command("verify", url))
-    counters = report.get("counters", {})
-    bad = sum(count for key, count in counters.items() if key.partition("_")[2] in {"bad_local_copies", "kept_damage"})
-    if bad:
-        text = f"{_count(int(bad), 'damaged local copy', 'damaged local copies')} found by reads, and not used"
-        yield Alarm(NOTE, text, "Memory or the disk of this host may be failing.", _command("doctor"))
+            yield PROBLEM, f"{_count(report[key], what)} missing from the object tier", "", ("repair", url)
+    if lost := report.get("lost_bytes"):
+        yield NOTE, f"{format_bytes(lost)} lie in .tierfs/lost/, where a repair moved them", "", ("verify", url)
+    if bad := sum(
+        count for key, count in report["counters"].items() if key.endswith(("bad_local_copies", "kept_damage"))
+    ):
+        yield NOTE, f"Reads found {_count(int(bad), 'damaged piece')} in memory or on the disk", "", ("doctor",)
     unread = report.get("unreadable_drafts", 0) + report.get("unread_segments", 0)
-    damaged = sum(values.get("damaged", 0) for values in report["tiers"].values())
-    if unread or damaged:
-        text = f"{_count(unread + damaged, 'change')} of this host cannot be read from its memory or disk"
-        yield Alarm(PROBLEM, text, "Save these checkpoints again.", _command("status", url))
+    if unread := unread + sum(values.get("damaged", 0) for values in report["tiers"].values()):
+        text = f"{_count(unread, 'change')} of this host cannot be read from memory or disk"
+        yield PROBLEM, text, "Save these checkpoints again.", ("status", url)
 
 
-def _tiers(report: Mapping[str, Any], url: str) -> Iterator[Alarm]:
+def _tiers(report: Mapping[str, Any], url: str) -> _Found:
     for tier, values in report["tiers"].items():
         if values.get("problem"):
-            yield Alarm(PROBLEM, f"The {tier} tier: {values['problem']}", command=_command("doctor"))
+            yield PROBLEM, f"The {tier} tier: {values['problem']}", "", ("doctor",)
         budget, dirty = values.get("budget_bytes") or 0, values.get("dirty_bytes") or 0
         if budget and dirty >= FULL * budget:
-            text = f"The {tier} tier is full of changes that the object tier lacks: {format_bytes(dirty)} of {format_bytes(budget)}"
-            yield Alarm(PROBLEM, text, "Writers wait for room until they are uploaded.", _command("wait", url))
+            text = f"The {tier} tier is full: the object tier lacks {format_bytes(dirty)} of {format_bytes(budget)}"
+            yield PROBLEM, text, "Writers wait for room.", ("wait", url)
     if report.get("peer_problem"):
-        yield Alarm(PROBLEM, f"Peers are off: {report['peer_problem']}", command=_command("status", url))
-    peers = report.get("peers", {})
-    connected = sum(bool(host["connected"]) for host in peers.get("hosts", ()))
-    if connected < peers.get("wanted", 0):
-        text = f"{connected} of {peers['wanted']} peers are connected"
-        yield Alarm(
-            PROBLEM, text, "Changes are lost with this host until they reach the object tier.", _command("status", url)
-        )
+        yield PROBLEM, f"Peers are off: {report['peer_problem']}", "", ("status", url)
+    peers = report.get("peers", {"hosts": (), "wanted": 0})
+    connected = sum(bool(host["connected"]) for host in peers["hosts"])
+    if connected < peers["wanted"]:
+        yield PROBLEM, f"{connected} of {peers['wanted']} peers are connected", "", ("status", url)
 
 
-def _upkeep(report: Mapping[str, Any], url: str, now_s: float) -> Iterator[Alarm]:
+def _upkeep(report: Mapping[str, Any], url: str, now_s: float) -> _Found:
+    """Find a gc that does not work, and what programs left behind."""
     gc = report.get("upkeep", {}).get("gc", {})
     if gc.get("unreadable_count"):
         named = ", ".join(map(str, gc["unreadable"][:3]))
         text = f"The last gc deleted nothing: {_count(gc['unreadable_count'], 'record')} cannot be read: {named}"
-        yield Alarm(PROBLEM, text, "Copy the records back, or remove those files.", _command("repair", url))
+        yield PROBLEM, text, "Copy the records back, or remove those files.", ("repair", url)
     elif gc and (age_s := now_s - gc.get("ended_ns", 0) / 1e9) > GC_AGE_S_MAX:
-        yield Alarm(NOTE, f"gc last ran {_time(age_s)} ago", command=_command("gc", url))
-
-
-def _left(report: Mapping[str, Any]) -> Iterator[Alarm]:
-    for path in report.get("misplaced", ())[:3]:
+        yield NOTE, f"gc last ran {age(age_s)} ago", "", ("gc", url)
+    for path in report["misplaced"][:3]:
         text = f"A program used a tierfs URL as a local path: {path} belongs to no store"
-        yield Alarm(PROBLEM, text, "Copy its files into a store, then remove it.", _command("cp", "-r", path, "URL"))
-    folders = report.get("unused_folders", ())
-    if folders:
-        size = format_bytes(sum(folder["bytes"] for folder in folders))
+        yield PROBLEM, text, "Copy its files into a store, then remove it.", ("cp", "-r", path, "URL")
+    if folders := report["unused_folders"]:
+        size = format_bytes(sum(each["bytes"] for each in folders))
         text = f"{_count(len(folders), 'folder')} of shared memory ({size}) used by no process"
-        yield Alarm(
-            NOTE,
-            text,
-            "They are kept while their state directories may come back.",
-            _command("status", str(report["store"])),
-        )
+        yield NOTE, text, "They are kept while their state directories may come back.", ("status", url)
 
 
-def _command(*words: str) -> str:
-    return suggested(*words).strip("`")
-
-
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

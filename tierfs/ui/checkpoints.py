@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from tierfs.checkpoint.notes import DAMAGED, NOTES, Lines, read_lines
 from tierfs.checkpoint.prune import check_metrics, facts_of
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.cli.commands._checkpoint_catalog import list_document, order
-from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace
-from tierfs.format.checkpoint import ROOT
-from tierfs.format.keys import is_at_or_below
+from tierfs.format.checkpoint import ROOT, is_save_id
+from tierfs.format.keys import inside, is_at_or_below
 from tierfs.host.pending.levels import Level
 from tierfs.store import Usage, usages
 from tierfs.store.announced_saves import PENDING
@@ -24,22 +24,15 @@ from tierfs.store.tree.walk import foreign_objects, live_records
 
 BATCH = 200
 """Checkpoints that are looked at before the page gets them."""
+_LEVELS = (Level.STAGED, Level.LOCAL, Level.PEER, Level.OBJECT)
+_NOTHING = Best(1, "\0")  # no checkpoint has this metric: the reasons remain that need no rule
 
 
 @dataclass(slots=True)
 class _Row:
-    """A checkpoint of the list.
+    """A checkpoint of the list, with the document that the page gets and the list's version when that changed."""
 
-    Attributes:
-        mark: Changes whenever a file of the checkpoint does.
-        candidate: Where it is.
-        seen: Its state.
-        saved: The same, for the rules of what to keep.
-        document: The row as the page gets it.
-        version: The list's version when the document last changed.
-    """
-
-    mark: int
+    mark: int  # changes whenever a file of the checkpoint does
     candidate: Candidate
     seen: Standing
     saved: SavedCheckpoint
@@ -47,39 +40,26 @@ class _Row:
     version: int = 0
 
 
-class KeepsNothing:
-    """A rule that keeps no checkpoint, so that only the reasons that need no rule are given."""
-
-    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        return ()
-
-    def __str__(self) -> str:
-        return ""
-
-
 class CheckpointList:
     """The checkpoints at or below a place. One thread updates it, others read it.
 
-    Args:
-        rules: The rules of what to keep, whose reasons the rows have.
+    ``rules`` of what to keep give the reasons in the rows. ``version`` counts the changes of rows. ``looked`` of the
+    ``found`` checkpoints were looked at since they changed.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
-        self.version = 0
-        self.found = self.looked = 0
+        self.version = self.found = self.looked = 0
         self._lock = threading.Lock()
         self._rows: dict[str, _Row] = {}
         self._gone: list[tuple[int, str]] = []
         self._held: dict[str, Usage] = {}
+        self._held_version = 0
         self._marks: dict[str, int] = {}
         self._best: dict[str, dict[str, str]] = {}
 
-    def __repr__(self) -> str:
-        return f"CheckpointList({self.looked} of {self.found}, version {self.version})"
-
-    def changes(self, since: int) -> dict[str, Any]:
-        """Return the rows that changed after a version, the newest checkpoint first, and the names of those removed."""
+    def changes(self, since: int, limit: int | None = None) -> dict[str, Any]:
+        """Return rows that changed after a version, the newest checkpoint first, and the paths of those removed."""
         with self._lock:
             rows = [row for row in self._rows.values() if row.version > since]
             rows.sort(key=lambda row: order(row.seen), reverse=True)
@@ -87,201 +67,163 @@ class CheckpointList:
                 "version": self.version,
                 "found": self.found,
                 "looked": self.looked,
-                "has_rules": bool(self.rules),
                 "best": self._best,
-                "checkpoints": [row.document for row in rows],
-                "gone": [name for version, name in self._gone if version > since] if since else [],
+                "checkpoints": [row.document for row in rows[:limit]],
+                "gone": [path for version, path in self._gone if version > since] if since else [],
             }
 
-    def row(self, directory: str) -> tuple[Candidate, Standing] | None:
-        """Return what is known of one checkpoint."""
+    def roots_of(self, path: str) -> tuple[tuple[str, bytes], ...]:
+        """Return the write ids of a checkpoint's metadata, which identify its content; none if it is not known."""
         with self._lock:
-            row = self._rows.get(directory)
-            return None if row is None else (row.candidate, row.seen)
+            return tuple(sorted(self._rows[path].seen.roots.items())) if path in self._rows else ()
 
     def decisions(self, place: StorePlace, rules: Sequence[Rule]) -> list[Decision]:
-        """Return what rules would keep, as ``tierfs prune --dry-run`` does.
-
-        Raises:
-            NotFoundError: No checkpoint has the metric of a rule.
-            InvalidInputError: There is no rule.
-        """
+        """Return what rules would keep, as ``tierfs prune --dry-run`` does. Raises as `prune` does."""
         with self._lock:
             saved = [row.saved for row in self._rows.values()]
         check_metrics(place.store, place.path, rules, saved)
         return decide(saved, rules, place.store.clock.now_ns())
 
-    def refresh(self, place: StorePlace, stop: Callable[[], bool]) -> None:
-        """List everything again, and look at what changed since the last time, the newest checkpoint first.
-
-        Args:
-            place: The place that the checkpoints are at or below.
-            stop: Returns whether to end early.
-
-        Raises:
-            StoreError, ReadOnlyError, CorruptionError, FormatError: The store cannot be read.
-        """
+    def refresh(self, place: StorePlace) -> None:
+        """List everything again, and look at what changed, the newest first. Raises `TierfsError` if that fails."""
         marks = _marks(place)
         if marks == self._marks:
             return
         found = {candidate.directory: candidate for candidate in candidates(place.store, place.path)}
         vanished = {path for path in vanished_roots(place.store) if is_at_or_below(path, place.path)}
         found |= {path: Candidate(path, ()) for path in vanished - found.keys()}
-        self._drop(self._rows.keys() - found.keys(), place)
-        new = [
-            candidate
-            for path, candidate in found.items()
-            if path not in self._rows or self._rows[path].mark != _mark_of(marks, path)
-        ]
+        self._drop(self._rows.keys() - found.keys())
+        known = {path: row.mark for path, row in self._rows.items()}
+        new = [each for path, each in found.items() if known.get(path) != _mark_of(marks, path)]
         new.sort(key=lambda candidate: -1 if candidate.step is None else candidate.step, reverse=True)
         self.found, self.looked = len(found), len(found) - len(new)
         for start in range(0, len(new), BATCH):
-            if stop():
-                return
-            self._look(place, new[start : start + BATCH], marks, vanished, stop)
+            self._look(place, new[start : start + BATCH], marks, vanished)
         self._marks = marks
         self._judge(place)
+        if self.version != self._held_version:
+            self._held = usages(place.store, [row.seen.directory for row in self._ordered()])
+            self._judge(place)
+            self._held_version = self.version
 
     def look_at(self, place: StorePlace, directories: Iterable[str]) -> None:
-        """Look at single directories again. Raises as `refresh` does."""
+        """Look at single directories again. Raises `TierfsError` if that fails."""
+        # Only a full listing finds what is new below a run's own directory.
+        runs = {path.rpartition("/")[0] for path in self._rows} - self._rows.keys()
+        directories = [path for path in directories if path not in runs]
         for directory in directories:
-            if directory not in self._rows and any(path.startswith(f"{directory}/") for path in self._rows):
-                continue  # a run's own directory, in which only a full listing finds what is new
             marks = _marks(StorePlace(place.url, place.store, directory))
             found = [each for each in candidates(place.store, directory) if each.directory == directory]
-            if not found:
-                self._drop({directory} & self._rows.keys(), place)
-            self.found += len({each.directory for each in found} - self._rows.keys())
-            self._look(place, found, marks, set(), lambda: False)
-        self.looked = self.found = len(self._rows)
-        self._judge(place)
+            self._drop({directory} & self._rows.keys() if not found else ())
+            self._look(place, found, marks, ())
+        if directories:
+            self.looked = self.found = len(self._rows)
+            self._judge(place)
 
-    def weigh(self, place: StorePlace) -> None:
-        """Count the stored bytes of every checkpoint. Raises `StoreError` or `ReadOnlyError` if that fails."""
-        with self._lock:
-            directories = sorted((row.seen for row in self._rows.values()), key=order)
-        self._held = usages(place.store, [seen.directory for seen in directories])
-        self._judge(place)
+    def _ordered(self) -> list[_Row]:
+        return sorted(self._rows.values(), key=lambda row: order(row.seen))
 
     def _look(
-        self,
-        place: StorePlace,
-        found: Sequence[Candidate],
-        marks: Mapping[str, int],
-        vanished: set[str],
-        stop: Callable[[], bool],
+        self, place: StorePlace, found: Sequence[Candidate], marks: Mapping[str, int], vanished: Collection[str]
     ) -> None:
         above = {candidate.directory.rpartition("/")[0] for candidate in found}
         lines = {directory: read_lines(place.store, directory) or Lines() for directory in above}
         rows: dict[str, _Row] = {}
 
         def look(candidate: Candidate, _stop: threading.Event) -> None:
-            if stop():
-                raise Stopped
-            seen = standing(place.store, candidate)
-            if candidate.directory in vanished:
+            seen, path = standing(place.store, candidate), candidate.directory
+            if path in vanished:
                 seen.damage.append(f"{ROOT} has vanished without a tombstone: copy its record back")
-            saved = facts_of(place.store, candidate, seen, (), lines)
-            mark = _mark_of(marks, candidate.directory)
-            rows[candidate.directory] = _Row(mark, candidate, seen, saved)
+            old, saved = self._rows.get(path), facts_of(place.store, candidate, seen, (), lines)
+            kept = (old.document, old.version) if old is not None else ({}, 0)
+            rows[path] = _Row(_mark_of(marks, path), candidate, seen, saved, *kept)
 
         run_in_parallel(look, found)
         with self._lock:
-            for directory, row in rows.items():
-                old = self._rows.get(directory)
-                if old is not None:
-                    row.document, row.version = old.document, old.version
-                self._rows[directory] = row
+            self._rows |= rows
         self.looked = min(self.found, self.looked + len(rows))
-        self._write(place, rows, {})
+        self._write(place, rows.values(), {})
 
     def _judge(self, place: StorePlace) -> None:
         """Decide which checkpoints are kept and which are the best, and write all rows again."""
-        with self._lock:
-            rows = dict(self._rows)
-        saved = [row.saved for row in rows.values()]
-        decisions = decide(saved, [*self.rules, KeepsNothing()], place.store.clock.now_ns())
+        rows = self._ordered()
+        decisions = decide([row.saved for row in rows], [*self.rules, _NOTHING], place.store.clock.now_ns())
         able = [
             row.saved
-            for row in rows.values()
+            for row in rows
             if row.seen.state == "complete" and not row.saved.is_left and DAMAGED not in row.candidate.listed
         ]
+        metrics = sorted({metric for each in able for metric in each.metrics})
         self._best = {
-            metric: {
-                mode: place.relative(each.path) or place.name
-                for mode in ("min", "max")
-                for each in Best(1, metric, mode).select(sorted(able, key=lambda one: one.order), 0)
-            }
-            for metric in sorted({metric for each in able for metric in each.metrics})
+            metric: {mode: best.path for mode in ("min", "max") for best in Best(1, metric, mode).select(able, 0)}
+            for metric in metrics
         }
         self._write(place, rows, {each.saved.path: each for each in decisions})
 
-    def _write(self, place: StorePlace, rows: Mapping[str, _Row], decisions: Mapping[str, Decision]) -> None:
+    def _write(self, place: StorePlace, rows: Iterable[_Row], decisions: Mapping[str, Decision]) -> None:
         """Write the documents of rows, and count a new version for those that changed."""
         with self._lock:
             version = self.version + 1
-            for directory, row in rows.items():
-                decision = decisions.get(directory)
-                kept = (row.document.get("kept"), row.document.get("reasons", []))
-                if decision is not None:
-                    kept = (decision.is_kept if decision.is_kept or self.rules else None, list(decision.reasons))
+            for row in rows:
+                path, reasons, kept = row.saved.path, row.document.get("reasons", []), row.document.get("kept")
+                if decision := decisions.get(path):
+                    reasons = list(decision.reasons)
+                    kept = decision.is_kept if reasons or self.rules else None
                 document = {
-                    **list_document(place, row.seen, self._held.get(directory)),
-                    "path": directory,
+                    **list_document(place, row.seen, self._held.get(path)),
+                    "path": path,
                     "metrics": dict(row.saved.metrics),
                     "pinned": row.saved.is_pinned,
                     "left": row.saved.is_left,
                     "marked_damaged": DAMAGED in row.candidate.listed,
                     "reached": _reached(place, row),
-                    "kept": kept[0],
-                    "reasons": kept[1],
+                    "kept": kept,
+                    "reasons": reasons,
                 }
                 if document != row.document:
                     row.document, row.version, self.version = document, version, version
 
-    def _drop(self, directories: set[str], place: StorePlace) -> None:
+    def _drop(self, directories: Iterable[str]) -> None:
         with self._lock:
             for directory in directories:
                 self._rows.pop(directory)
-                self._held.pop(directory, None)
                 self.version += 1
-                self._gone.append((self.version, place.relative(directory) or place.name))
+                self._gone.append((self.version, directory))
 
 
 def _reached(place: StorePlace, row: _Row) -> dict[str, float]:
-    """Return by level which share of a checkpoint's files has reached it."""
-    levels = (Level.STAGED, Level.LOCAL, Level.PEER, Level.OBJECT)
-    names = [name for name in row.candidate.listed if name not in NOTES]
-    if row.seen.level is Level.OBJECT or place.store.tiers is None or not names:
-        return dict.fromkeys((level.label for level in levels), float(row.seen.level is Level.OBJECT or bool(names)))
-    tiers, directory = place.store.tiers, row.candidate.directory
-    files = [tiers.level(f"{directory}/{name}" if directory else name) for name in names]
-    return {level.label: sum(each >= level for each in files) / len(files) for level in levels}
+    """Return by level the share of a checkpoint's files that have reached it."""
+    tiers, names = place.store.tiers, [name for name in row.candidate.listed if name not in NOTES]
+    if row.seen.level is Level.OBJECT or tiers is None or not names:
+        return {level.label: float(row.seen.level is Level.OBJECT or bool(names)) for level in _LEVELS}
+    files = [tiers.level(inside(row.candidate.directory, name)) for name in names]
+    return {level.label: sum(each >= level for each in files) / len(files) for level in _LEVELS}
 
 
 def _mark_of(marks: Mapping[str, int], directory: str) -> int:
-    return hash((marks.get(directory), marks.get(f"{directory}/{PENDING}" if directory else PENDING)))
+    return hash((marks.get(directory), marks.get(inside(directory, PENDING))))
 
 
 def _marks(place: StorePlace) -> dict[str, int]:
     """Return a number for each directory that changes when a file in it does. It takes listings, and reads no record."""
-    store, marks = place.store, dict[str, int]()
-
-    def add(path: str, version: object) -> None:
+    files: list[tuple[str, object]] = [(path, info.version) for path, info in live_records(place.store, place.path)]
+    files += [(info.key, info.version) for info in foreign_objects(place.store, place.path)]
+    files += sorted(pending_in(place).items())
+    marks: dict[str, int] = {}
+    for path, version in files:
         directory = path.rpartition("/")[0]
         marks[directory] = hash((marks.get(directory), path, version))
-
-    for path, info in live_records(store, place.path):
-        add(path, info.version)
-    for info in foreign_objects(store, place.path):
-        add(info.key, info.version)
-    for path, level in pending_in(place).items():
-        add(path, level)
     return marks
 
 
 def pending_in(place: StorePlace) -> dict[str, Level]:
     """Return the level of each change of this host at a place that the object tier lacks. It sends no request."""
-    if place.store.tiers is None:
-        return {}
-    return {path: pending.level for path, pending in sorted(place.store.tiers.drafts.pending_below(place.path).items())}
+    drafts = place.store.tiers.drafts.pending_below(place.path) if place.store.tiers is not None else {}
+    return {path: pending.level for path, pending in drafts.items()}
+
+
+def directory_of(path: str) -> str:
+    """Return the directory of the checkpoint that a file belongs to, if it belongs to one."""
+    directory, _, name = path.rpartition("/")
+    is_announced = directory.rpartition("/")[2] == PENDING and is_save_id(name)
+    return directory[: -len(PENDING)].rstrip("/") if is_announced else directory

@@ -16,6 +16,7 @@ tierfs ui tierfs::s3://bucket/run --open
 tierfs ui s3://bucket/run --keep latest:3 --keep best:2:val_loss --port 9000
 tierfs ui /data/checkpoints --host 0.0.0.0 --allow-download"""
 
+_URLS = f"{PLACE} (default: the stores in directories that this host has opened)"
 _OPTIONS = {
     "--host ADDRESS=127.0.0.1": "address to listen at; a token is needed from other machines (default: 127.0.0.1)",
     "--port PORT:int=8420": "TCP port; 0 for any free one (default: 8420)",
@@ -29,45 +30,27 @@ _OPTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "urls", nargs="*", metavar="URL", help=f"{PLACE} (default: the stores of this host in directories)"
-    )
+    parser.add_argument("urls", nargs="*", metavar="URL", help=_URLS)
     add_options(parser, _OPTIONS)
     parser.set_defaults(json=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Serve the page until SIGTERM or Ctrl-C."""
     from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415 - --help does not need it
+    from tierfs.host.host import state_directory  # noqa: PLC0415
+    from tierfs.host.local_state import local_stores  # noqa: PLC0415
 
     rules, max_age_s = [parse_rule(text) for text in arguments.keep], parse_time(arguments.max_age, "--max-age")
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise InvalidInputError("the page is served with starlette and uvicorn: pip install 'tierfs[ui]'")
-    urls = arguments.urls or _stores_here()
-    from tierfs.ui.server import serve  # noqa: PLC0415 - it loads starlette
-
-    serve(
-        urls,
-        rules,
-        host=arguments.host,
-        port=arguments.port,
-        max_age_s=max_age_s,
-        allow_hosts=arguments.allow_host,
-        allow_download=arguments.allow_download,
-        wants_token=arguments.token,
-        opens=arguments.open,
-        say=lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True),
-    )
-    return 0
-
-
-def _stores_here() -> list[str]:
-    """Return the stores in directories that have local tiers on this host. The URLs of others are not known here."""
-    from tierfs.host.host import state_directory  # noqa: PLC0415 - only without a URL
-    from tierfs.host.local_state import local_stores  # noqa: PLC0415
-
-    found = [
-        store.place for store in local_stores(state_directory()) if store.place.startswith("/") and not store.is_gone
-    ]
-    if not found:
+    # The URLs of other stores are not known here.
+    here = [] if arguments.urls else [each for each in local_stores(state_directory()) if not each.is_gone]
+    urls = arguments.urls or [store.place for store in here if store.place.startswith("/")]
+    if not urls:
         raise InvalidInputError("no store in a directory has been opened on this host: name one, as in `tierfs ui URL`")
-    return found
+    from tierfs.ui.server import serve  # noqa: PLC0415 - it loads starlette
+    from tierfs.ui.view import StoreView  # noqa: PLC0415
+
+    serve([StoreView(number, url, rules, max_age_s) for number, url in enumerate(urls)], arguments)
+    return 0

@@ -9,59 +9,35 @@ from typing import Any
 from tierfs.units import format_bytes
 
 ROWS_MAX = 500
-_SIZES = ("used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes")
-_COLUMNS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
+_ALARMS = ("severity", "what", "do", "command")
+_TIERS = ("tier", "used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes", "gives")
+_CHECKPOINTS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
+_SIZES = {*_TIERS[1:5], "size", "stored"}
+_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>
+<body class="plain"><main><p><a href="/">The page with live figures</a></p>"""
 
 
 def plain_page(stores: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     """Return the page for stores, each with its status and its list of checkpoints."""
-    body = "".join(_store(status, listed) for status, listed in stores)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>'
-        '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>'
-        f'<body class="plain"><main><p><a href="/">The page with live figures</a></p>{body}</main></body></html>'
-    )
+    return _HEAD + "".join(_store(*store) for store in stores) + "</main></body></html>"
 
 
 def _store(status: Mapping[str, Any], listed: Mapping[str, Any]) -> str:
-    alarms = [(alarm["severity"], alarm["what"], alarm["command"] or alarm["do"]) for alarm in status["alarms"]]
-    report = status["report"] or {"tiers": {}, "queue_files": 0, "queue_bytes": 0}
-    tiers = [
-        (
-            tier,
-            *("" if values.get(key) is None else format_bytes(values[key]) for key in _SIZES),
-            values.get("gives", ""),
-        )
-        for tier, values in report["tiers"].items()
-    ]
-    rows = [
-        tuple(
-            format_bytes(row[key]) if key in {"size", "stored"} and row[key] is not None else row[key]
-            for key in _COLUMNS
-        )
-        for row in listed["checkpoints"][:ROWS_MAX]
-    ]
+    report, rows = status["report"] or {"tiers": {}, "queue_files": 0, "queue_bytes": 0}, listed["checkpoints"]
+    tiers = [{"tier": tier, **values} for tier, values in report["tiers"].items()]
     queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])} wait for the object tier."
-    more = (
-        f"<p>{len(listed['checkpoints']) - ROWS_MAX} more are not shown.</p>"
-        if len(listed["checkpoints"]) > ROWS_MAX
-        else ""
-    )
-    return (
-        f"<section><h1>{escape(str(status['url']))}</h1>"
-        + (_table("Alarms", ("severity", "what", "do"), alarms) if alarms else "<p>No alarms.</p>")
-        + f"<p>{escape(queue)}</p>"
-        + _table("Tiers", ("tier", "used", "budget", "dirty", "clean", "level"), tiers)
-        + _table("Checkpoints", _COLUMNS, rows)
-        + more
-        + "</section>"
-    )
+    more = f"{len(rows)} checkpoints" + (f", of which these are the first {ROWS_MAX}" if len(rows) > ROWS_MAX else "")
+    tables = (("Alarms", _ALARMS, status["alarms"]), ("Tiers", _TIERS, tiers), (more, _CHECKPOINTS, rows[:ROWS_MAX]))
+    return f"<h1>{escape(status['url'])}</h1><p>{queue}</p>" + "".join(_table(*each) for each in tables)
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{'' if cell is None else escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+def _table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f'<th scope="col">{name.removesuffix("_bytes")}</th>' for name in columns)
+    body = "".join(f"<tr>{''.join(_cell(row.get(name), name) for name in columns)}</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any, name: str) -> str:
+    text = "" if value is None else format_bytes(value) if name in _SIZES else str(value)
+    return f"<td>{escape(text)}</td>"

@@ -46,7 +46,7 @@ def ls(arguments: argparse.Namespace) -> int:
             listed[path].damage.append(f"{ROOT} has vanished without a tombstone: copy its record back")
         checkpoints = sorted((listed[candidate.directory] for candidate in found), key=order)
         # Last, because the loop above caches the checkpoints' records.
-        held = usages(place.store, [candidate.directory for candidate in found]) if arguments.usage else {}
+        held = usages(place.store, [checkpoint.directory for checkpoint in checkpoints]) if arguments.usage else {}
     if arguments.json:
         documents = [list_document(place, checkpoint, held.get(checkpoint.directory)) for checkpoint in checkpoints]
         print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})
@@ -74,6 +74,7 @@ def list_document(place: StorePlace, checkpoint: Standing, held: Usage | None) -
         "level": None if checkpoint.level is None else checkpoint.level.label,
         "size": checkpoint.length,
         "stored": None if held is None else held.stored_bytes + held.foreign_bytes,
+        "new": None if held is None else held.new_bytes,
         "shared": None if held is None else held.shared_bytes,
         "freed": None if held is None else held.freed_bytes,
         "tensors": checkpoint.tensors,
@@ -89,7 +90,7 @@ def list_document(place: StorePlace, checkpoint: Standing, held: Usage | None) -
 
 
 def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[str, Usage], *, usage: bool) -> None:
-    sizes = ("size", "stored", "shared", "freed") if usage else ("size",)
+    sizes = ("size", "stored", "new", "shared", "freed") if usage else ("size",)
     rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "kind", "created", "name")]
     for checkpoint in checkpoints:
         document = list_document(place, checkpoint, held.get(checkpoint.directory))

@@ -168,13 +168,19 @@ def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
     start_daemon(server.serve_forever, name="metrics")
 
 
-def exposition(report: Mapping[str, Any]) -> str:
-    """Write a store's status in Prometheus's text format.
+def exposition(*reports: Mapping[str, Any]) -> str:
+    """Write the status of stores in Prometheus's text format, which has the head of each metric once.
 
     Args:
-        report: From `tierfs.store.status`. Missing values and values of an unexpected type are skipped.
+        reports: From `tierfs.store.status`. Missing values and values of an unexpected type are skipped.
     """
     families: dict[str, _Family] = {}
+    for report in reports:
+        _add(families, report)
+    return "".join(_lines(name, family) for name, family in families.items())
+
+
+def _add(families: dict[str, _Family], report: Mapping[str, Any]) -> None:
     store = {"store": str(report["store"])}
     # A flusher reports the number of conflicts and failing files, because it lists only some of them.
     counted = {"conflict_files": "conflicts", "failing_files": "errors"}
@@ -208,7 +214,6 @@ def exposition(report: Mapping[str, Any]) -> str:
         who, _, what = key.partition("_")
         by = "the flusher" if who == "flusher" else f"the queried {who}"
         add(Metric(f"{_base(key)}_total", f"Counted by {by} since it started: {what.replace('_', ' ')}."), count)
-    return "".join(_lines(name, family) for name, family in families.items())
 
 
 def _at(values: Any, key: str) -> object:

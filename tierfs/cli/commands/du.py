@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     with place.must_exist(), Progress("du"):
-        counts = asdict(usage(place.store, place.path))
+        counts = {name: count for name, count in asdict(usage(place.store, place.path)).items() if count is not None}
     rows = [
         (name.replace("_", " "), format_bytes(count) if name.endswith("bytes") else str(count), _exactly(name, count))
         for name, count in counts.items()

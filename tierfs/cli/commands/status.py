@@ -148,7 +148,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
     """
     queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])}"
     if report["queue_files"]:
-        queue += f", oldest {_age(report['oldest_age_s'])}"
+        queue += f", oldest {age(report['oldest_age_s'])}"
     facts = [
         ("store", printable(report["store"])),
         ("uuid", report["uuid"]),
@@ -179,7 +179,7 @@ def one_line(report: Mapping[str, Any], rate: float | None) -> str:
     words = [
         format_time(time.time_ns()),
         f"queue {report['queue_files']} files {format_bytes(report['queue_bytes'])}",
-        f"oldest {_age(report['oldest_age_s'])}",
+        f"oldest {age(report['oldest_age_s'])}",
         f"upload {'unknown' if rate is None else f'{format_bytes(round(rate))}/s'}",
     ]
     for tier in _TIERS:
@@ -270,7 +270,7 @@ def _snapshots(values: Mapping[str, Any]) -> str:
     age = values.get("newest_age_s")
     words = [
         f"{values['snapshots']} of {values['generations']} snapshots"
-        + ("" if age is None else f", the newest {_age(age)} old")
+        + ("" if age is None else f", the newest {age(age)} old")
     ]
     if values.get("drain_bytes_per_s"):
         words.append(f"drained at {format_bytes(values['drain_bytes_per_s'])}/s")
@@ -354,7 +354,7 @@ def _count(name: str, count: float) -> str:
     return f"{count:.3f}" if isinstance(count, float) else str(count)
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     if seconds < _MINUTE_S:
         return f"{seconds:.1f} s"
     if seconds < _HOUR_S:

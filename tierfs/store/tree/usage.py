@@ -47,6 +47,7 @@ class Usage:
             and the reference lists of checkpoints.
         shared_bytes: The part of ``stored_bytes`` in chunk objects that other files of the store need too.
             None if not asked for.
+        new_bytes: The part of ``stored_bytes`` that no directory asked for before this one needs. None if not asked for.
         freed_bytes: The bytes that deleting the files frees: ``stored_bytes`` without ``shared_bytes``, plus
             ``foreign_bytes``. None if not asked for.
         deduplicated_bytes: Raw bytes that were not stored because an identical chunk was.
@@ -62,6 +63,7 @@ class Usage:
     logical_bytes: int = 0
     stored_bytes: int = 0
     shared_bytes: int | None = None
+    new_bytes: int | None = field(default=None, compare=False)
     freed_bytes: int | None = None
     deduplicated_bytes: int = 0
     chunks: int = 0
@@ -152,7 +154,7 @@ def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[s
     """
     counts = _Counts(store, paths, shared=shared)
     counts.warn()
-    return {path: counts.usage(path) for path in paths}
+    return {path: replace(counts.usage(path), new_bytes=counts.new_bytes(path)) for path in paths}
 
 
 class _Counts:
@@ -164,6 +166,7 @@ class _Counts:
         self.others = _Group()
         self._sizes: dict[ChunkName, int] = {}
         self._needs: Counter[ChunkName] | None = None
+        self._counted: set[ChunkName] = set()
         if not paths:
             return
         top = posixpath.commonpath(paths)
@@ -201,6 +204,12 @@ class _Counts:
             foreign_files=len(group.foreign),
             foreign_bytes=foreign,
         )
+
+    def new_bytes(self, path: str) -> int:
+        """Count the bytes that the paths of earlier calls do not need."""
+        group = self.groups[path]
+        new, self._counted = group.chunks.keys() - self._counted, self._counted | group.chunks.keys()
+        return group.record_bytes + sum(map(self._sizes.__getitem__, new))
 
     def warn(self) -> None:
         """Log the damaged records, whose files are not counted."""

@@ -52,10 +52,11 @@ export async function fetchRows(store) {
   if (fetching.has(store)) { fetching.set(store, true); return; }
   fetching.set(store, false);
   try {
-    const list = state.lists.get(store) ?? { version: 0 };
-    const { document } = await ask("/api/checkpoints.json", { store, since: list.version });
+    const first = !state.lists.has(store); // The newest rows first, so that something is seen at once.
+    const { document } = await ask("/api/checkpoints.json", { store, since: state.lists.get(store)?.version ?? 0, limit: first ? 100 : null });
     const rows = state.rows.get(store) ?? new Map();
-    for (const name of document.gone) for (const [path, row] of rows) if (row.name === name) rows.delete(path);
+    if (first && document.checkpoints.length === 100) { document.version = 0; fetching.set(store, true); }
+    for (const path of document.gone) rows.delete(path);
     for (const row of document.checkpoints) rows.set(row.path, row);
     state.rows.set(store, rows);
     state.lists.set(store, { ...document, checkpoints: null });
@@ -107,10 +108,8 @@ function listen() {
     alive();
     const fresh = JSON.parse(event.data), old = state.stores[fresh.store];
     if (!old) return;
-    const history = old.history ?? [];
-    if (fresh.sample && history.at(-1)?.[0] !== fresh.sample[0]) history.push(fresh.sample);
-    while (history.length && history[0][0] < Date.now() / 1000 - 600) history.shift();
-    state.stores[fresh.store] = { ...fresh, history };
+    const history = old.history.filter((sample) => sample[0] !== fresh.history[0]?.[0]).concat(fresh.history);
+    state.stores[fresh.store] = { ...fresh, history: history.filter((sample) => sample[0] > Date.now() / 1000 - 600) };
     changed("status", fresh.store);
     if ((state.lists.get(fresh.store)?.version ?? -1) !== fresh.list[0]) fetchRows(fresh.store);
     else if (state.lists.get(fresh.store)?.looked !== fresh.list[1]) fetchRows(fresh.store);

@@ -1,6 +1,6 @@
 // One checkpoint, and the differences between two.
 
-import { address, go, state } from "./app.js";
+import { address, state } from "./app.js";
 import { bytes, command, count, h, meter, number, problem, put, time, work } from "./dom.js";
 import { Grid } from "./grid.js";
 import { dots, stateChip } from "./overview.js";
@@ -36,7 +36,7 @@ export function checkpointView({ store, parameters }) {
       h("p", { class: "muted path" }, row.name),
       problems.length ? h("ul", { class: "card problem" }, problems.map((text) => h("li", {}, text))) : null,
       facts([["Saved", time(row.created)], ["Level", row.level ?? "–"], ["Size", bytes(row.size)], ["Stored", bytes(row.stored)], ["Shared", bytes(row.shared)],
-        ["Freed if pruned", bytes(row.freed)], ["Tensors", row.tensors ?? "–"], ["Files", row.files], ["Format", row.format], ["Kind", row.kind],
+        ["Freed if pruned", bytes(row.freed)], ["Tensors", row.tensors ?? "–"], ["Files", row.files], ["Format", row.format], ["Kind", row.kind], ["Logged steps", row.logged_steps || null],
         ["Pinned", row.pinned ? "yes" : null], ["Kept because", row.reasons.join(", ") || null],
         ...Object.entries(row.metrics).map(([name, value]) => [name, number(value)])]),
     ]);
@@ -90,12 +90,15 @@ export function diffView({ store, parameters }) {
   const a = parameters.get("a"), b = parameters.get("b");
   let isOpen = true;
   const below = h("div", {}, meter("Comparing …"));
+  const title = h("h1");
   const step = (path) => state.rows.get(store)?.get(path)?.step ?? path;
+  const name = () => put(title, [`Step ${step(a)} → ${step(b)}`]);
+  state.listeners.add(name);
+  name();
   work("/api/diff.json", { store, a, b }, (job) => put(below, [meter(job.total ? `Comparing: ${bytes(job.done)} of ${bytes(job.total)}` : "Comparing …")]), () => isOpen)
     .then((found) => { if (found) put(below, drawDiff(found)); })
     .catch((error) => { if (isOpen) put(below, [problem(error)]); });
-  const swap = h("button", { type: "button", onclick: () => go("diff", { a: b, b: a }) }, "Swap");
-  const element = h("div", {}, back(), h("div", { class: "title" }, h("h1", {}, `Step ${step(a)} → ${step(b)}`), h("div", { class: "spring" }), swap), below);
+  const element = h("div", {}, back(), h("div", { class: "title" }, title), below);
   return { element, title: `${a} → ${b}`, close: () => { isOpen = false; } };
 }
 
@@ -106,7 +109,7 @@ function drawDiff(found) {
     label: "Tensors that differ", key: (row) => row.name, empty: found.equal ? "Both checkpoints are equal, bit for bit." : "No tensor differs in its elements.",
     columns: [
       { id: "name", title: "Name", width: "minmax(160px, 4fr)", cell: (row) => h("span", { class: "name", title: row.name }, row.name), sort: (row) => row.name },
-      { id: "relative", title: "Relative L2", width: "minmax(96px, 1fr)", cell: (row) => (row.relative === null ? "–" : row.relative.toPrecision(3)), sort: (row) => row.relative, right: true },
+      { id: "relative", title: "Relative L2", width: "minmax(96px, 1fr)", cell: (row) => number(row.relative), sort: (row) => row.relative, right: true },
       { id: "share", title: "Changed", width: "minmax(80px, .9fr)", cell: (row) => `${(100 * row.fraction).toFixed(row.fraction < 0.1 ? 2 : 0)} %`, sort: (row) => row.fraction, right: true },
       { id: "max", title: "Largest", width: "minmax(90px, 1fr)", cell: (row) => number(row.max_abs), sort: (row) => row.max_abs, right: true, wide: true },
       { id: "elements", title: "Elements", width: "minmax(90px, 1fr)", cell: (row) => row.elements.toLocaleString("en"), sort: (row) => row.elements, right: true, wide: true },
@@ -134,18 +137,18 @@ function strip(tensors, choose) {
     if (!at) continue;
     const group = groups.get(at.group) ?? new Map();
     const cell = group.get(at.index) ?? { relative: 0, count: 0, bad: 0 };
-    group.set(at.index, { relative: Math.max(cell.relative, tensor.relative ?? 0), count: cell.count + 1, bad: cell.bad + tensor.not_finite });
+    group.set(at.index, { relative: Math.max(cell.relative, Number(tensor.relative ?? 0)), count: cell.count + 1, bad: cell.bad + tensor.not_finite });
     groups.set(at.group, group);
   }
   if (!groups.size) return null;
-  const known = [...groups.values()].flatMap((group) => [...group.values()]).map((cell) => cell.relative).filter(Boolean);
+  const known = [...groups.values()].flatMap((group) => [...group.values()]).map((cell) => cell.relative).filter((value) => value && Number.isFinite(value));
   const high = Math.log10(Math.max(...known, 1e-12)), low = Math.min(high - 1, Math.log10(Math.min(...known, 1e12)));
-  const tone = (value) => (value ? Math.round(12 + 88 * Math.max(0, (Math.log10(value) - low) / (high - low))) : 0);
+  const tone = (value) => (value ? Math.round(12 + 88 * Math.min(1, Math.max(0, (Math.log10(value) - low) / (high - low)))) : 0);
   let chosen = null;
   const lines = [...groups].map(([name, group]) => h("div", { class: "strip" }, h("span", { class: "name", title: name }, name),
     h("div", { class: "cells" }, [...group].sort(([one], [other]) => one - other).map(([index, cell]) => {
       const prefix = `${name}.${index}.`;
-      const text = `${name}.${index}: relative ${cell.relative.toPrecision(3)} in ${count(cell.count, "tensor")}${cell.bad ? `, ${cell.bad} NaN or Inf` : ""}`;
+      const text = `${name}.${index}: relative ${number(cell.relative)} in ${count(cell.count, "tensor")}${cell.bad ? `, ${cell.bad} NaN or Inf` : ""}`;
       const button = h("button", { type: "button", class: cell.bad ? "cell bad" : "cell", title: text, "aria-label": text, "aria-pressed": "false", vars: { "--tone": `${tone(cell.relative)}%` } });
       button.addEventListener("click", () => {
         chosen?.setAttribute("aria-pressed", "false");

@@ -37,6 +37,7 @@ export function seconds(value) {
 
 export function number(value) {
   if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value; // NaN, Infinity
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
   return String(Number(value.toPrecision(4)));
 }

@@ -14,7 +14,7 @@ export function overview({ store }) {
   const flow = h("dl", { class: "figures" });
   const history = () => columns(state.stores[store]?.history ?? []);
   const speed = chart({
-    title: "To the object tier", note: "the last ten minutes", isTime: true, format: (value) => `${bytes(value)}/s`, height: 150,
+    title: "To the object tier", note: "the last ten minutes", window: () => [Date.now() / 1000 - 600, Date.now() / 1000], format: (value) => `${bytes(value)}/s`, least: 1024, height: 110,
     data: history(), series: [{ label: "rate", colour: "--accent", fill: true }],
   });
   speed.box.append(flow);
@@ -89,9 +89,10 @@ function objectTier(values) {
 function drawFlow(status) {
   const { report } = status;
   const flusher = report.flusher.silent ? "does not answer" : report.flusher.running ? `runs, pid ${report.flusher.pid}` : "not running";
+  const rates = status.history.map((sample) => sample[1]);
   return [
-    ["Now", `${bytes(status.rate_bytes_per_s)}/s`],
-    ["Mean", status.mean_bytes_per_s === null ? "–" : `${bytes(status.mean_bytes_per_s)}/s`],
+    ["Now", `${bytes(rates.at(-1))}/s`],
+    ["Mean", `${bytes(rates.reduce((a, b) => a + b, 0) / Math.max(1, rates.length))}/s`],
     ["Queue", report.queue_files ? `${count(report.queue_files, "file")}, ${bytes(report.queue_bytes)}` : "empty"],
     ["Oldest", report.queue_files ? seconds(report.oldest_age_s) : "–"],
     ["Flusher", flusher],
@@ -106,7 +107,8 @@ export function dots(row, withPeers) {
 }
 
 export function stateChip(row) {
-  const name = row.marked_damaged ? "marked damaged" : row.waiting.length && row.state !== "damaged" ? "draining" : row.state;
+  const drains = row.state !== "damaged" && (row.waiting.length || (row.state === "complete" && row.level !== "object"));
+  const name = row.marked_damaged ? "marked damaged" : drains ? "draining" : row.state;
   return h("span", { class: `chip ${row.marked_damaged ? "damaged" : name}`, title: [...row.problems, ...row.waiting].join("\n") || null }, name);
 }
 
@@ -119,12 +121,12 @@ function checkpoints(store) {
   const compare = h("button", { type: "button", disabled: true, class: "primary" }, "Compare");
   const about = h("p", { class: "muted", role: "status" });
   const said = h("p", { class: "problem card", hidden: true, role: "alert" });
-  const list = () => state.lists.get(store) ?? { best: {}, has_rules: false };
+  const list = () => state.lists.get(store) ?? { best: {} };
   const reasons = (row) => whatIf?.get(row.path) ?? row;
   const column = (id, title, width, cell, more = {}) => ({ id, title, width, cell, ...more });
   const metricCell = (row) => {
     const value = row.metrics[metric], best = list().best[metric] ?? {};
-    const mark = row.name === best.min ? " ▾" : row.name === best.max ? " ▴" : "";
+    const mark = row.path === best.min ? " ▾" : row.path === best.max ? " ▴" : "";
     return value === undefined ? "–" : h("span", { title: mark ? `the ${mark === " ▾" ? "lowest" : "highest"} ${metric}` : null }, number(value), mark);
   };
   const why = (row) => {
@@ -135,7 +137,7 @@ function checkpoints(store) {
   };
   const make = () => [
     column("select", "", "28px", (row) => h("span", { class: "pickbox", "aria-hidden": "true" }, grid.picked.has(row.path) ? "●" : "○"), { wide: true }),
-    column("step", "Step", "minmax(70px, 1fr)", (row) => h("a", { href: address("checkpoint", { path: row.path }), tabindex: -1, title: row.name }, row.step ?? row.name), { right: true, sort: (row) => row.step }),
+    column("step", "Step", "minmax(56px, .5fr)", (row) => h("a", { href: address("checkpoint", { path: row.path }), tabindex: -1, title: row.name }, row.step ?? row.name), { right: true, sort: (row) => row.step }),
     column("levels", "Level", "minmax(104px, 1.2fr)", (row) => [dots(row, Boolean(state.stores[store]?.report?.peers)), h("span", { class: "level" }, row.level ?? "–")], { sort: (row) => LEVELS.indexOf(row.level) }),
     column("state", "State", "minmax(96px, 1fr)", stateChip, { sort: (row) => row.state, wide: true }),
     column("saved", "Saved", "minmax(84px, 1.1fr)", (row) => time(row.created), { sort: (row) => row.created }),

@@ -49,16 +49,18 @@ export function runView({ store, parameters }) {
 
 const line = (colour, label, more = {}) => ({ label, colour, ...more });
 
+const whenStored = (row, value) => (row.level === "object" ? value : null);
+
 function draw(rows) {
   if (rows.length < 2) return h("p", { class: "card empty" }, "Charts need two complete checkpoints of a run.");
-  const xs = rows.map((row) => row.step), names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))].sort();
+  const xs = rows.map((row) => row.step), names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))].sort((a, b) => b.includes("loss") - a.includes("loss") || (a < b ? -1 : 1));
   const metrics = names.slice(0, METRICS_MAX).map((name) => chart({
-    title: name, note: "recorded with each checkpoint", data: [xs, rows.map((row) => row.metrics[name] ?? null)], series: [line("--accent", name)] }).box);
+    title: name, note: "recorded with each checkpoint", data: [xs, rows.map((row) => (Number.isFinite(row.metrics[name]) ? row.metrics[name] : null))], series: [line("--accent", name)] }).box);
   const fresh = rows.some((row) => row.new !== null && row.new !== undefined);
   return [
     ...metrics,
-    fresh ? chart({ title: "New bytes", note: "stored first by this step", data: [xs, rows.map((row) => row.new)], format: bytes, series: [line("--accent", "new", { bars: true })] }).box : null,
-    chart({ title: "Size", note: "and what is stored of it", data: [xs, rows.map((row) => row.size), rows.map((row) => row.stored)], format: bytes, series: [line("--muted", "size"), line("--accent", "stored")] }).box,
+    fresh ? chart({ title: "New bytes", note: "stored first by this step", data: [xs, rows.map((row) => whenStored(row, row.new))], format: bytes, least: 1, series: [line("--accent", "new", { bars: true })] }).box : null,
+    chart({ title: "Size", note: "and what is stored of it", data: [xs, rows.map((row) => row.size), rows.map((row) => whenStored(row, row.stored))], format: bytes, least: 1, series: [line("--muted", "size"), line("--accent", "stored")] }).box,
     names.length > METRICS_MAX ? h("p", { class: "muted" }, `${names.length - METRICS_MAX} more metrics are not drawn.`) : null,
   ];
 }
@@ -66,7 +68,7 @@ function draw(rows) {
 function drawTimes(found) {
   const times = found.times.filter((one) => one.step !== null).sort((a, b) => a.step - b.step);
   if (times.length < 2) return h("p", { class: "muted" }, "Saves of `tierfs.train.Manager` record how long they blocked training. Here are none yet.");
-  return [chart({ title: "Time blocked per save", note: `median ${seconds(found.median_blocked_s)}`, format: seconds,
+  return [chart({ title: "Time blocked per save", note: `median ${seconds(found.median_blocked_s)}`, format: seconds, least: 0.001,
     data: [times.map((one) => one.step), times.map((one) => one.blocked_s)], series: [line("--accent", "blocked")] }).box,
-  chart({ title: "Time until a save was done", note: "in the background", format: seconds, data: [times.map((one) => one.step), times.map((one) => one.save_s)], series: [line("--muted", "save")] }).box];
+  chart({ title: "Time until a save was done", note: "in the background", format: seconds, least: 0.001, data: [times.map((one) => one.step), times.map((one) => one.save_s)], series: [line("--muted", "save")] }).box];
 }
