@@ -23,6 +23,9 @@ LONG = (
     "test_dcp_meshes",
     "test_dcp_processes",
     "test_dcp_s3",
+    "test_peer_stateful",
+    "test_peer_frames",
+    "test_peer_networks",
 )
 
 

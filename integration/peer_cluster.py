@@ -69,7 +69,9 @@ class Namespace:
 
     def __init__(self) -> None:
         # The child ends with the pipe, so that nothing stays behind when this process is killed.
-        self._keeper = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._keeper = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         self.path = f"/proc/{self._keeper.pid}/ns/net"
         try:
             own = os.readlink("/proc/self/ns/net")

@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from drawing import SHARE
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from peer_cluster import LEASE_S, Cluster, until
@@ -268,7 +269,7 @@ class TrainingOnThreeHosts(RuleBasedStateMachine):
 
 TestTrainingOnThreeHosts = pytest.mark.timeout(1800)(TrainingOnThreeHosts.TestCase)
 TrainingOnThreeHosts.TestCase.settings = hypothesis.settings(
-    max_examples=int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", max(3, 10 // SHARE))),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),

@@ -104,7 +104,8 @@ class Uploader:
                 self._go_on(entry)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if self._is_forgotten(entry):
-                self._drop(entry)
+                with state.changed:
+                    state.entries.remove(entry)
             else:
                 state.fail(entry, state.known(error, entry.path))
         finally:
@@ -129,10 +130,6 @@ class Uploader:
         """Return whether a draft is of another host, and that host publishes it, or has done so."""
         peering = self._state.peering
         return entry.room is not None and peering is not None and not peering.may_publish(entry)
-
-    def _drop(self, entry: FlushItem) -> None:
-        with self._state.changed:
-            self._state.entries.remove(entry)
 
     def _upload_and_publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
