@@ -251,12 +251,18 @@ def test_a_listing_that_ends_early_stops_gc(how):
     assert not gc(store).is_blocked
 
 
-@pytest.mark.parametrize("prefix", [keys.directory_prefix("run/2"), keys.LOST])
-def test_a_listing_of_one_directory_that_ends_early_stops_gc(store, prefix):
+def cut_at(prefix, count, objects):
+    """Return an endpoint that ends the listings of one prefix after some objects."""
+
     class CutThere(WrappedObjects):
         def list(self, of, *, delimiter=False):
-            return itertools.islice(super().list(of, delimiter=delimiter), 1 if of == prefix else None)
+            return itertools.islice(super().list(of, delimiter=delimiter), count if of == prefix else None)
 
+    return CutThere(objects)
+
+
+@pytest.mark.parametrize("prefix", [keys.directory_prefix("run/2"), keys.LOST])
+def test_a_listing_of_one_directory_that_ends_early_stops_gc(store, prefix):
     save(store, "run/2/zz", content(60))  # the checkpoint's reference list does not cover it
     for name in ("a", "b"):
         save(store, f"lost/{name}", content(61 + len(name)))
@@ -265,11 +271,24 @@ def test_a_listing_of_one_directory_that_ends_early_stops_gc(store, prefix):
         delete(store, f"lost/{name}")
     pass_grace(store)
     before = keys_below(store, keys.CHUNKS)
-    assert gc(store, CutThere(store.objects)).is_blocked
+    assert gc(store, cut_at(prefix, 1, store.objects)).is_blocked
     for _ in range(3):  # a new reference list may cover the directory by now
-        gc(store, CutThere(store.objects))
+        gc(store, cut_at(prefix, 1, store.objects))
         pass_grace(store)
     assert keys_below(store, keys.CHUNKS) == before
+
+
+def test_a_part_of_an_announced_save_stays_where_their_listing_ends_early(store):
+    part(store, "last/waits", 70)
+    store.clock.sleep(1)
+    checkpoint(store, "last", 71)
+    document = json.dumps({"files": {"waits": {}, "missing": {}}}).encode()
+    Commits(store).announce("last", document, SaveMark(99, "cd"))
+    pass_grace(store)
+    for _ in range(4):
+        gc(store, cut_at(keys.directory_prefix("last/.pending"), 0, store.objects))
+        pass_grace(store)
+    assert load(reopened(store), "last/waits") == content(70)
 
 
 def test_records_put_behind_the_end_of_a_listing_do_not_stop_gc(store):

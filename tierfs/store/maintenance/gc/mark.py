@@ -24,7 +24,7 @@ from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.announced_saves import AnnouncedSaves
+from tierfs.store.announced_saves import PENDING, AnnouncedSaves
 from tierfs.store.maintenance.examine import Damage
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.gc.record_losses import VANISHED, RecordLosses
@@ -289,6 +289,7 @@ class _Mark:
         names: set[bytes] = set()
         width = keys.name_bytes(self._store.descriptor.digest_kind)
         is_whole = directory in self._checkpoints
+        pending: set[str] = set()
         files: dict[str, ObjectInfo] = {}  # the files in the directory itself, by name
         parts: list[Part] = []
 
@@ -307,6 +308,8 @@ class _Mark:
         for batch in _batches(own(), BATCH):
             for (path, info), outcome in zip(batch, self._add(batch), strict=True):
                 parent, _, name = path.rpartition("/")
+                if parent == inside(directory, PENDING):
+                    pending.add(path)
                 if parent == directory:
                     files[name] = info
                 if outcome is None:
@@ -319,25 +322,27 @@ class _Mark:
             self._progress("records", len(batch))
         if directory not in self._checkpoints:
             return
-        is_whole = self._compare(directory, files, parts) and is_whole
+        is_whole = self._compare(directory, pending, files, parts) and is_whole
         if self._remake and is_whole:
             is_whole = put_references(self._store, directory, checks, names)
             self._found.made_lists += is_whole
         if not is_whole:
             self._unsettled.add(keys.references_key(directory))
 
-    def _compare(self, directory: str, files: dict[str, ObjectInfo], parts: list[Part]) -> bool:
+    def _compare(self, directory: str, pending: set[str], files: dict[str, ObjectInfo], parts: list[Part]) -> bool:
         """Compare a checkpoint's files with those that its metadata and its list name.
 
-        Return whether a new list may cover what is there.
+        ``pending`` has the paths of its announced saves. Return whether a new list may cover what is there.
         """
         root, gone = inside(directory, ROOT), 0
-        announced = self._announced.waited_for(directory) if parts else set()  # before the metadata that follows
+        saves = [found for _, found in self._announced.find(directory)] if parts else []
+        announced = frozenset().union(*map(self._announced.files, saves))  # before the metadata that follows
+        is_listed = pending <= {found.path for found in saves}  # else the endpoint may have left out a save
         named = self._named(root, files.get(ROOT))
         unnamed = [part for part in parts if named and part[0].rpartition("/")[2] not in named | announced]
         for part in unnamed:
             # A file older than the metadata is of a save that another one replaced. Others may be of a save under way.
-            is_over = part[1].modified_ns < files[ROOT].modified_ns
+            is_over = is_listed and part[1].modified_ns < files[ROOT].modified_ns
             (self._found.replaced if is_over else self._unnamed).append(part)
         missing = named - files.keys()
         for path in sorted(inside(directory, name) for name in missing):
