@@ -314,6 +314,22 @@ def test_a_read_waits_only_briefly_for_a_host_that_hangs(hosts):
         holders[0].signal(signal.SIGCONT)
 
 
+def test_a_file_whose_holders_are_away_is_not_called_damaged(hosts):
+    holder, reader = held(hosts, {"x": content(27)}), hosts("c", bandwidth=1)
+    fs, root = reader.open()
+    assert fs.cat_file(f"{root}/run/x") == content(27)
+    holder.kill()
+    with pytest.raises(StoreError, match="do not answer"):
+        fs.cat_file(f"{root}/run/x")
+    holder.start()
+    assert until(lambda: read_held(fs, f"{root}/run/x"), WAIT_S) == content(27)
+
+
+def read_held(fs, path):
+    with contextlib.suppress(StoreError):
+        return fs.cat_file(path)
+
+
 def test_hosts_are_found_at_given_addresses(hosts):
     holder, other = hosts("b", bandwidth=1), hosts("c")
     owner = hosts("a", bandwidth=1, peer_hosts=f"127.0.0.1:1,{holder.settings['peer_listen']}")

@@ -137,12 +137,25 @@ class PeerReader:
             self._look()
         holders = self._holders.get(name, ())
         # This host first, then another order for each process, so that they share the load.
-        for host in sorted(holders, key=lambda each: (each != self._me, zlib.crc32(f"{self._me}{each}".encode()))):
-            found = self._read_from(host, name, row, parts)
-            if found is not None:
-                return found
+        ordered = sorted(holders, key=lambda each: (each != self._me, zlib.crc32(f"{self._me}{each}".encode())))
+        # If only these hosts have the chunk, those that rest are asked after the others: one may be back.
+        for is_last in (False, True) if not row.stored_length else (False,):
+            for host in ordered:
+                if is_last or not self._is_resting(host):
+                    found = self._read_from(host, name, row, parts)
+                    if found is not None:
+                        return found
         is_whole = len(parts) == 1 and len(parts[0][1]) == row.raw_length
         return self._read_shared(name, row, parts) if self._reads_once and row.stored_length and is_whole else None
+
+    def silent(self, name: bytes) -> str:
+        """Return the hosts that hold a chunk and did not answer just now, in words; empty if all have answered."""
+        hosts = [self._hosts[host].record for host in self._holders.get(name, ()) if self._is_resting(host)]
+        return ", ".join(f"{record.host} at {record.address}:{record.port}" for record in hosts)
+
+    def _is_resting(self, host: str) -> bool:
+        known = self._hosts.get(host)
+        return known is not None and known.rests_until > self._clock.monotonic()
 
     def _read_shared(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None:
         """Read a chunk from the host that fetches it for all: the first one by a hash of the host and the chunk."""
@@ -164,7 +177,7 @@ class PeerReader:
     ) -> Sequence[bytes] | None:
         """Read from one host. ``stored`` tells it the chunk's object, to fetch the chunk if it lacks it."""
         known, length = self._hosts.get(host), row.raw_length
-        if known is None or (host, name) in self._bad or known.rests_until > self._clock.monotonic():
+        if known is None or (host, name) in self._bad:
             return None
         with contextlib.ExitStack() as lent:
             targets = BlockTargets(length, parts, lambda size: lent.enter_context(buffers().lend(size)))
@@ -194,7 +207,7 @@ class PeerReader:
                     return self._read_from(host, name, row, parts, asks=asks - 1, **stored)  # its fetch goes on
                 self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
                 return None
-            known.rest_s = 0.0
+            known.rest_s = known.rests_until = 0.0
             if not named:
                 return None  # it was dropped since the look, or is damaged there
             is_named = len(named) == block_count(length) and digest.combine(kind, length, named) == name[1:]

@@ -13,7 +13,7 @@ from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, decode_block
 from tierfs.digest import BLOCK_BYTES
-from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.header import HEADER_BYTES, peek_kind
@@ -88,7 +88,14 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
         held = peers.read(name, row, wanted) if peers is not None else None
         if held is not None:
             return held
-        digests = _fetch_stored(store, row, wanted, where, depth)
+        try:
+            digests = _fetch_stored(store, row, wanted, where, depth)
+        except CorruptionError as error:
+            silent = peers.silent(name) if peers is not None and not row.stored_length else ""
+            if not silent:
+                raise
+            why = f"{where} is held by hosts that do not answer ({silent}): try again when one does"
+            raise StoreError(why, transient=True, path=where, tier="peer") from error
         counters["object_read_bytes"] += sum(len(out) for _, out in wanted)
         return digests
 
