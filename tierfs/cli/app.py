@@ -80,8 +80,7 @@ ALIASES = {
 }
 """Names that other tools have for commands. Actions have `ACTION_ALIASES`."""
 ACTION_ALIASES = {"list": "ls", "check": "verify"}
-_ABOVE = {"ui": "tierfs.ui.command"}
-"""The modules of commands that lie in a higher layer, as they show what other commands print."""
+_ABOVE = {"ui": "tierfs.ui.command"}  # modules of commands in a higher layer: they show what others print
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\

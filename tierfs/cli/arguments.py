@@ -15,8 +15,8 @@ from tierfs.host.pending.levels import Level
 
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
-LEVELS = [level.label for level in Level if level]
-"""Labels of all levels but ``none``."""
+LEVELS = f"{{{','.join(level.label for level in Level if level)}}}"
+"""The value of an option that is a level, for `add_options`."""
 
 
 _OPTION = re.compile(r"((?:-\S+ ?)+)(?:([A-Z]+|\{.+\})(\.\.\.)?(?::(int|float))?(?:=(.+))?)?")

@@ -22,7 +22,7 @@ def show(place: StorePlace, job: Job, *, codecs: bool) -> dict[str, Any]:
     checkpoint = _open(place)
     job.total = len(checkpoint.tensors)
     where, note = Placement(checkpoint), lambda _text: job.advance()
-    tensors = describe_tensors(checkpoint, checkpoint.tensors, where, shards=False, codecs=codecs, note=note)
+    tensors = describe_tensors(checkpoint, checkpoint.tensors, where, note, shards=False, codecs=codecs)
     return content_document(place, checkpoint, tensors, checkpoint.objects)
 
 

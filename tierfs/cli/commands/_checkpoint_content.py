@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import cast
+from typing import TypeAlias, cast
 
 from tierfs.checkpoint.catalog import NAMED_MAX, candidates, step_of
 from tierfs.checkpoint.diff import CheckpointDifference, compare
@@ -23,6 +23,8 @@ from tierfs.dcp.columns import SavedItem
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.units import format_bytes
 
+Note: TypeAlias = Callable[[str], object]
+
 
 def show(arguments: argparse.Namespace) -> int:
     with Progress("show") as progress:
@@ -36,9 +38,8 @@ def show(arguments: argparse.Namespace) -> int:
                 f"no tensor of {source.url} matches {arguments.other!r}: it has {some}", path=source.url
             )
         placement = Placement(checkpoint)
-        tensors = describe_tensors(
-            checkpoint, names, placement, shards=arguments.shards, codecs=arguments.codecs, note=progress.note
-        )
+        options = {"shards": arguments.shards, "codecs": arguments.codecs}
+        tensors = describe_tensors(checkpoint, names, placement, progress.note, **options)
     if arguments.json:
         print_json(content_document(source, checkpoint, tensors, objects))
         return 0
@@ -72,19 +73,13 @@ def _coding_row(tensor: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def describe_tensors(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    placement: Placement,
-    *,
-    shards: bool,
-    codecs: bool,
-    note: Callable[[str], object],
+    checkpoint: Checkpoint, names: Iterable[str], where: Placement, note: Note, *, shards: bool, codecs: bool
 ) -> dict[str, dict[str, object]]:
-    """Return the facts about tensors by name. ``note`` is called with the progress of finding their codecs."""
-    tensors = {fqn: _tensor(checkpoint, fqn, placement if shards else None) for fqn in names}
+    """Return the facts about tensors by name. ``note`` gets the progress of finding their codecs."""
+    tensors = {fqn: _tensor(checkpoint, fqn, where if shards else None) for fqn in names}
     for number, (fqn, tensor) in enumerate(tensors.items() if codecs else ()):
         note(f"{number} of {len(tensors)} tensors")
-        coded = placement.coded(shard.place for shard in checkpoint.shards(fqn))
+        coded = where.coded(shard.place for shard in checkpoint.shards(fqn))
         tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
     return tensors
 
@@ -118,17 +113,10 @@ def _summary(source: StorePlace, checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _shown(source: StorePlace, checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    summary = _summary(source, checkpoint)
-    return [
-        ("url", summary["url"]),
-        ("step", summary["step"]),
-        ("format", summary["format"]),
-        ("created", summary["created"]),
-        ("size", f"{format_bytes(checkpoint.length)} ({checkpoint.length} bytes)"),
-        ("tensors", len(checkpoint.tensors)),
-        ("objects", len(checkpoint.objects)),
-        ("files", len(checkpoint.files())),
-    ]
+    counts = {name: len(getattr(checkpoint, name)) for name in ("tensors", "objects")}
+    size, files = f"{format_bytes(checkpoint.length)} ({checkpoint.length} bytes)", len(checkpoint.files())
+    summary = {**_summary(source, checkpoint), "size": size, **counts, "files": files}
+    return [(name, summary[name]) for name in ("url", "step", "format", "created", "size", *counts, "files")]
 
 
 def _tensor(checkpoint: Checkpoint, fqn: str, placement: Placement | None) -> dict[str, object]:

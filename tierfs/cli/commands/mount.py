@@ -24,6 +24,7 @@ _OPTIONS = {
     "--allow-other": "let other users of the host access it, as the files' modes allow",
     "--timeout SECONDS:float": "how long a program waits for the object tier before it gets EIO (default: 30). Storing a whole file may take 600 s, or ten times this if it is below 30 or above 60",
     "--foreground": "serve in this process, until unmount or SIGTERM; exit code 1 if a change could not be published",
+    f"--ack {LEVELS}": "how safe a file is when close or fsync returns (default: as the store is configured)",
 }
 
 
@@ -31,11 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     parser.add_argument("directory", metavar="DIR", help="where to mount it: an existing directory")
     add_options(parser, _OPTIONS)
-    parser.add_argument(
-        "--ack",
-        choices=LEVELS,
-        help="how safe a file is when close or fsync returns (default: as the store is configured)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

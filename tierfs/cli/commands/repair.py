@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_replicas_argument, add_url_argument
+from tierfs.cli.arguments import add_options, add_replicas_argument, add_url_argument
 from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
@@ -29,15 +29,15 @@ tierfs repair s3://bucket/run --read-data --from s3://other-region/run"""
 NAMES_MAX = 10
 _logger = logging.getLogger("tierfs.repair")
 
+_OPTIONS = {
+    "--read-data": "read all chunks first, as `tierfs scrub` does; by default, repair uses the damage that scrub found"
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be done")
-    parser.add_argument(
-        "--read-data",
-        action="store_true",
-        help="read all chunks first, as `tierfs scrub` does; by default, repair uses the damage that scrub found",
-    )
+    add_options(parser, _OPTIONS)
     add_replicas_argument(parser)
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     add_progress_argument(parser)

@@ -34,6 +34,7 @@ _OPTIONS = {
     "--address PLACE=127.0.0.1:8080": "host and port to listen at (default: 127.0.0.1:8080); port 0 is any free port",
     "--read-only": "refuse every change",
     "--etags": "give S3 clients the MD5 of each file as its ETag: the first listing of a directory reads all its files",
+    f"--ack {LEVELS}": "how safe a file is when a write is answered (default: as the store is configured)",
 }
 # rclone's own cache stays off, so it answers a write after the mount's close has returned: at the level of --ack. It
 # reads a directory again after a second.
@@ -48,11 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("protocol", choices=_PROTOCOLS, help="what clients speak")
     add_url_argument(parser)
     add_options(parser, _OPTIONS)
-    parser.add_argument(
-        "--ack",
-        choices=LEVELS,
-        help="how safe a file is when a write is answered (default: as the store is configured)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_options, add_url_argument
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.terminal.output import align, format_time, print_result, printable
 from tierfs.format.keys import chunk_key
@@ -21,14 +21,12 @@ tierfs stat tierfs::s3://bucket/run/model.safetensors
 tierfs stat --chunks /data/checkpoints/run/model.safetensors
 tierfs stat tierfs://NAME/run --json"""
 
+_OPTIONS = {"--chunks": "also list the chunks: offset and length in the file, stored length, key of the object"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "--chunks",
-        action="store_true",
-        help="also list the chunks: offset and length in the file, stored length, key of the object",
-    )
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

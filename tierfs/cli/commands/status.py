@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.arguments import add_url_argument, suggested
+from tierfs.cli.arguments import add_options, add_url_argument, suggested
 from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, align, colored, format_time, print_json, printable
@@ -25,6 +25,7 @@ tierfs status tierfs::s3://bucket/run
 tierfs status tierfs::s3://bucket/run --watch
 tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_exporter/tierfs.prom"""
 
+_OPTIONS = {"--prometheus": "print it in Prometheus's text format, for example for node_exporter's textfile collector"}
 WATCH_S = 2.0
 WATCH_S_MIN = 0.1
 WATCH_S_MAX = 86400.0
@@ -41,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"repeat every SECONDS (default: {WATCH_S:g}) until Ctrl-C, in place on a terminal, else as one line each time; URL goes before it",
     )
-    output.add_argument(
-        "--prometheus",
-        action="store_true",
-        help="print it in Prometheus's text format, for example for node_exporter's textfile collector",
-    )
+    add_options(output, _OPTIONS)
     add_json_argument(output)
 
 

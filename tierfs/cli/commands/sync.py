@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
-from tierfs.cli.arguments import add_url_argument, suggested
+from tierfs.cli.arguments import add_options, add_url_argument, suggested
 from tierfs.cli.files.mirror import LocalTree, MirrorRecord, Synced, content_of, holds, pieces_of, scan_source
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, sent_bytes, store_place
@@ -33,15 +33,13 @@ tierfs sync /data/model tierfs::s3://bucket/models/first
 tierfs sync /data/model tierfs://NAME/models/first --delete --dry-run
 tierfs sync /data/model tierfs://NAME/models/first --exclude '*.tmp'"""
 
+_OPTIONS = {"--delete": "delete files and directories in the store that DIR does not have, if tierfs wrote all of them"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a local directory")
     add_url_argument(parser)
-    parser.add_argument(
-        "--delete",
-        action="store_true",
-        help="delete files and directories in the store that DIR does not have, if tierfs wrote all of them",
-    )
+    add_options(parser, _OPTIONS)
     add_selection_arguments(parser)
     add_progress_argument(parser)
 

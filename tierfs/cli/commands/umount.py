@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import require_seconds
+from tierfs.cli.arguments import add_options, require_seconds
 from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.mount.mounting import unmount
@@ -16,19 +16,15 @@ tierfs umount /mnt/run
 tierfs umount /mnt/run --timeout 600
 tierfs umount /mnt/run --force     # unpublished changes are lost"""
 
+_OPTIONS = {
+    f"--timeout SECONDS:float={FLUSH_S}": f"how long publishing may take (default: {FLUSH_S:g})",
+    "--force": "unmount even if files are open; unpublished changes are lost",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the directory where the store is mounted")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=FLUSH_S,
-        metavar="SECONDS",
-        help=f"how long publishing may take (default: {FLUSH_S:g})",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="unmount even if files are open; unpublished changes are lost"
-    )
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

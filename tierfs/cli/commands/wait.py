@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 
-from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds
+from tierfs.cli.arguments import LEVELS, add_options, add_url_argument, require_seconds
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
@@ -22,17 +22,15 @@ tierfs wait tierfs::s3://bucket/run/step_1000 --level local
 tierfs wait tierfs::s3://bucket/run --timeout 600"""
 
 LOOK_S = 0.25
+_OPTIONS = {
+    f"--level {LEVELS}=object": "staged is in this host's memory, local on its disk, peer on other hosts, object (default) in the object tier",
+    "--timeout SECONDS:float": "give up after this time (default: never)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "--level",
-        choices=LEVELS,
-        default=Level.OBJECT.label,
-        help="staged is in this host's memory, local on its disk, peer on other hosts, object (default) in the object tier",
-    )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this time (default: never)")
+    add_options(parser, _OPTIONS)
     add_progress_argument(parser)
 
 
