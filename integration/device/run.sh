@@ -12,6 +12,7 @@
 #     PYTHON             the interpreter (python3)
 #     BUDGET             seconds for the bench (the rest of 345 s)
 #     TESTS_S            seconds for the tests at most (60)
+#     ACTIVATIONS_S      seconds for integration/bench/activations.py, after all else (0: it does not run)
 #     TIERFS_BENCH_DIR   directory for stores and stock's files ($TMPDIR or /tmp, or shared memory if the disk is slow)
 #     TIERFS_DEVICE_MOUNT=1   enlarge /dev/shm to 80 % of memory (needs root, and a machine without other users)
 #
@@ -113,6 +114,12 @@ timeout -k 5 $((left + 12)) "$PYTHON" integration/bench/device.py --budget "${BU
     --json "$OUT/device.json" "$@" 2>"$OUT/bench.err" | tee "$OUT/bench.log"
 bench=${PIPESTATUS[0]}
 [ "$bench" -ne 0 ] && { echo "the bench ended with $bench"; tail -n 15 "$OUT/bench.err"; }
+
+if [ "${ACTIVATIONS_S:-0}" -gt 0 ]; then
+    echo "== activations"
+    timeout -k 5 "$ACTIVATIONS_S" "$PYTHON" integration/bench/activations.py --device cuda --layers 16 --width 2048 \
+        --length 4096 --min-bytes 4MiB --ram 4GiB --directory "$directory" | tee "$OUT/activations.log"
+fi
 
 echo "tests: $(tail -n 1 "$OUT/tests.log") (status $status); all took $((SECONDS - begun)) s"
 [ $status -eq 5 ] && status=0

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from support.activation_models import Meter, WholeGpu, batch, gradients, new_model
 from support.waiting import until
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from tierfs.device import accelerator as accelerators
@@ -259,6 +260,14 @@ def _link(fd):
         return ""
 
 
+def test_a_failed_copy_leaves_tensors_on_the_gpu(gpu, new):
+    activations = new("2MiB")
+    accelerators.accelerators[0].fetch_error = StoreError("the link is down")
+    assert_equal(step(activations), plain_gradients())
+    assert activations.stats()["failures"]["drain"] > 0
+    assert "drain" not in {step for step, moved in activations.stats()["moved_bytes"].items() if moved}
+
+
 def test_tensors_are_kept_while_a_cuda_graph_is_captured(gpu, new):
     activations = new("64MiB")
     accelerators.accelerators[0].capturing = True
@@ -322,11 +331,12 @@ def test_the_inputs_of_checkpointed_layers_are_offloaded(device, new):
     assert activations.stats()["offloaded"] >= 9
 
 
-def test_wrapped_layers_keep_only_their_inputs(device, new):
+@pytest.mark.parametrize("wrapper", [lambda layer: layer, checkpoint_wrapper])
+def test_wrapped_layers_keep_only_their_inputs(device, new, wrapper):
     class Scaled(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = new_model().layers[::3]
+            self.layers = torch.nn.ModuleList([wrapper(layer) for layer in new_model().layers[::3]])
 
         def forward(self, x):
             for layer in self.layers:
