@@ -23,7 +23,7 @@ from tierfs.dcp.save.shard_file import FileState, Place, ShardFile, changed_on_t
 from tierfs.dcp.tensorbytes import bytes_of, may_be_on_gpu, refuse_unusual
 from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
-from tierfs.digest import DigestKind
+from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, Writer
@@ -195,7 +195,9 @@ def commit_shard(
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
     held = log_level is Level.STAGED
-    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None, held=held)
+    # A thread costs more than hashing a few MiB.
+    few = 1 if sum(run.memory.length for run in runs) < CHUNK_BYTES else None
+    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else few, held=held)
     if seals_alike:
         _check_arrived(file)
     other = _seen_otherwise(places)

@@ -7,7 +7,7 @@ entry `FACTS` has the rest as JSON: see `StepFacts`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class LogFile:
 
     def commit(self, path: str, facts: StepFacts, level: Level) -> None:
         """Publish the file on this host. Raises `CapacityError` if there is no room, and as `Writer.commit` does."""
-        text = pack({"version": VERSION, **asdict(facts)}).encode()
+        text = pack({"version": VERSION, **{name: getattr(facts, name) for name in facts.__slots__}}).encode()
         self._file.add_objects([(FACTS, memoryview(text))])
         self._file.wait_filled()
         places = [(run, entry) for run in self._file.runs for entry in run.entries]

@@ -62,6 +62,8 @@ class Parts:
     """
 
     def __init__(self, state: TrainState | DictState) -> None:
+        if isinstance(state, TrainState):
+            state.check()
         self._take(state)
         owned = {id(tensor) for tensor, _ in self._parameters()}
         self.names = {
@@ -89,7 +91,6 @@ class Parts:
             kept = {id(value) for value in (*self._modules.values(), *self.optimizers)}
             self._extra: Mapping[str, Any] = {name: value for name, value in values.items() if id(value) not in kept}
         else:
-            state.check()
             self._modules = {"model": state.model}
             self.optimizers = items_of(state.optimizer)
             self._extra = state.extra
