@@ -203,8 +203,9 @@ class PeerReader:
                 )
                 named = [bytes.fromhex(each) for each in answer["digests"] or ()]
             except _ERRORS as error:
-                if stored and asks > 1 and isinstance(error, TimeoutError) and self._is_there(known):
-                    return self._read_from(host, name, row, parts, asks=asks - 1, **stored)  # its fetch goes on
+                if stored and asks > 1 and isinstance(error, OSError) and self._is_there(known):
+                    # Its fetch goes on, or it is too busy for a new connection.
+                    return self._read_from(host, name, row, parts, asks=asks - 1, **stored)
                 self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
                 return None
             known.rest_s = known.rests_until = 0.0
