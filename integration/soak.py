@@ -201,6 +201,7 @@ class World:
         while runs(slot.child):  # it was killed, but a mount still works for it
             self.pump(0.05)
         reap(slot.child)
+        begun = time.monotonic()
         slot.child = self.start("worker", slot.host, zygote=slot.zygote, directory=slot.directory)
         try:
             slot.socket = self.listener.accept()[0]
@@ -209,7 +210,7 @@ class World:
         died_at, slot.died_at = slot.died_at, None
         if died_at is not None:
             self.check_own(slot)
-            self.note_slowest("recovery_s", time.monotonic() - died_at)
+            self.note_slowest("recovery_s", time.monotonic() - begun)
 
     def note_slowest(self, what, seconds):
         self.slowest[what] = max(self.slowest[what], round(seconds, 2))
@@ -535,6 +536,7 @@ class World:
             host.commands = [each for each in host.commands if self.check_command(each)]
         self.note_slowest("settling_s", time.monotonic() - begun)
         self.audit()
+        self.done["audits"] += 1
         self.measure()
 
     def audit(self):
