@@ -264,10 +264,10 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _snapshots(values: Mapping[str, Any]) -> str:
     """Describe the device tier: number of snapshots, age of the newest, speed of the drain."""
-    age = values.get("newest_age_s")
+    newest_s = values.get("newest_age_s")
     words = [
         f"{values['snapshots']} of {values['generations']} snapshots"
-        + ("" if age is None else f", the newest {age(age)} old")
+        + ("" if newest_s is None else f", the newest {age(newest_s)} old")
     ]
     if values.get("drain_bytes_per_s"):
         words.append(f"drained at {format_bytes(values['drain_bytes_per_s'])}/s")
