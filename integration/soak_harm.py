@@ -115,12 +115,16 @@ def flip_pending(world, slot, name, what, content, where):
     if what == "draft":
         world.call(slot, do="discard", path=path)
     index = known.begin([tuple(content)])
-    for request in (write, {"do": "wait", "level": "object"}):
-        tries = 8  # a fault may strike each
-        while "error" in (answer := world.call(slot, **request)):
-            tries -= 1
-            if not tries:
-                raise BrokenPromiseError("error", f"{path} cannot be saved again after damage: {answer}")
+    for _ in range(8):  # a fault may strike each request
+        answer = world.call(slot, **write)
+        if "error" not in answer:
+            answer = world.call(slot, do="wait", level="object")
+        if "error" not in answer:
+            break
+        if host.has_conflicts:  # of an earlier change, which a late request overtook
+            world.discard(slot)
+    else:
+        raise BrokenPromiseError("error", f"{path} cannot be saved again after damage: {answer}")
     known.acknowledge(index, "object")
     world.check(world.reader, path, "cat", [path])
     world.until_idle(world.reader)
