@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import torch
 import transformers
@@ -19,6 +20,14 @@ class Numbers(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+class Wait(transformers.TrainerCallback):
+    """Waits for a kill once the checkpoint of a step is whole."""
+
+    def on_save(self, args, state, control, **_):
+        if [str(state.global_step)] == sys.argv[2:]:
+            time.sleep(600)
+
+
 if __name__ == "__main__":
     output = sys.argv[1]
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
@@ -33,7 +42,9 @@ if __name__ == "__main__":
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=Numbers())
+    trainer = transformers.Trainer(
+        transformers.GPT2LMHeadModel(config), arguments, train_dataset=Numbers(), callbacks=[Wait()]
+    )
     last = get_last_checkpoint(output) if os.path.isdir(output) else None
     print("from", os.path.basename(last) if last else None, flush=True)
     trainer.train(resume_from_checkpoint=last)

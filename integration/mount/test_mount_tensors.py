@@ -117,7 +117,8 @@ def test_a_trainer_that_is_killed_resumes_in_the_mount(mounted):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     output = mounted / "out"
     command = [sys.executable, Path(__file__).with_name("hf_trainer.py"), output]
-    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # It waits after step 4: a trainer that is killed while it writes resumes from the part that it wrote.
+    trainer = subprocess.Popen([*command, "4"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ends = time.monotonic() + 120
     state = output / "checkpoint-4" / "trainer_state.json"  # the trainer writes it last, and not at once
     while not (state.exists() and state.read_bytes().endswith(b"}\n")):
@@ -127,7 +128,7 @@ def test_a_trainer_that_is_killed_resumes_in_the_mount(mounted):
     trainer.kill()
     trainer.wait()
     said = run(*command).split("\n")
-    assert int(said[0].removeprefix("from checkpoint-")) >= 4
+    assert "from checkpoint-4" in said
     assert "done 12" in said
     assert sorted(path.name for path in output.iterdir() if path.name.startswith("checkpoint")) == [
         "checkpoint-10",
