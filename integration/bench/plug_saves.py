@@ -73,6 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as directory:
         base = Path(directory)
         os.environ["TIERFS_STATE_DIR"] = str(base / "state")
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, if it is installed, would print that it chose this
         tierfs.init(f"file://{base}/store")
         with s3server.running() as port:
             fs, bucket = s3fs.S3FileSystem(**s3server.options(port)), s3server.new_bucket(port)
