@@ -63,6 +63,24 @@ def save(host, contents, ack="peer"):
     return fs, root
 
 
+def test_a_log_in_memory_does_not_reach_peer(hosts):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    train = pytest.importorskip("tierfs.train")
+    owner, _ = hosts("a"), hosts("b")
+    model = torch.nn.Linear(20, 20)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    tiers = {**owner.settings, "state_dir": str(owner.state), "ack": "peer", "on_stale": "ignore"}
+    with train.Manager(f"tierfs::{owner.url}/run", save=[train.Replay(ring="8MiB")], **tiers) as run:
+        for step in range(3):
+            model(torch.ones(20)).sum().backward()
+            state["optimizer"].step()
+            run.step(step, state)
+            run.wait()
+    with train.Manager(f"tierfs::{owner.url}/run", save=[train.Replay(ring="8MiB")], **tiers) as run:
+        restored = run.restore(state)
+    assert (restored.step, restored.replayed, restored.level) == (2, 2, "staged")
+
+
 def test_a_lost_host_loses_nothing_that_reached_peer(hosts):
     owner, holder = hosts("a", bandwidth=1), hosts("b")
     contents = {"shard0": content(1), "shard1": content(2, 5_000_000), "latest": b"shard1"}

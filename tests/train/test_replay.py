@@ -254,7 +254,7 @@ def test_published_files_are_made_again_and_removed(root):
     assert is_exact_at(training, 4)
 
 
-def test_held_files_stay_in_the_ram_tier(root):
+def test_the_log_stays_in_the_ram_tier(root):
     store, path = trained(root, steps=5)[-1]
     wait(store, "", Level.OBJECT, 60)
     assert level_of(store, path) is Level.STAGED

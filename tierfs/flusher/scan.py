@@ -32,7 +32,7 @@ class PendingScan:
         self._walk_at_s = float("-inf")
         # Unreadable drafts by write id: the path, and the seq in the nvme tier or the slot.
         self._lost: dict[bytes, tuple[str, int | Slot]] = {}
-        self._held: dict[bytes, Draft] = {}  # drafts that stay where they are, by write id
+        self._ram_only: dict[bytes, Draft] = {}  # drafts that stay where they are, by write id
 
     @property
     def unreadable(self) -> int:
@@ -103,7 +103,7 @@ class PendingScan:
         state, segment = self._state, slot.segment
         with state.changed:
             known = state.entries.get(slot.name)
-            if (known is not None and known.slot is not None) or slot.name in self._held:
+            if (known is not None and known.slot is not None) or slot.name in self._ram_only:
                 return
         where = segment.meta(slot).decode(errors="replace")
         data = segment.read_all(slot)
@@ -116,8 +116,8 @@ class PendingScan:
                 self._lost[slot.name] = where, slot
                 _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
             return
-        if draft.is_held:
-            self._held[draft.write_id] = draft
+        if draft.is_ram_only:
+            self._ram_only[draft.write_id] = draft
             return
         with state.changed:
             known = state.entries.get(draft.write_id)
@@ -202,12 +202,12 @@ class PendingScan:
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with self._looking:
             there = {slot.name for slot in state.ram.drafts()}
-            self._held = {write_id: draft for write_id, draft in self._held.items() if write_id in there}
+            self._ram_only = {write_id: draft for write_id, draft in self._ram_only.items() if write_id in there}
         with state.changed:
             if self._lost or is_blind or state.ram.is_blind():
                 # An unreadable draft may need any of these chunks.
                 return {chunk.index for chunk in chunks}
-            drafts = [*self._held.values(), *(entry.draft for entry in state.entries if entry.slot is not None)]
+            drafts = [*self._ram_only.values(), *(entry.draft for entry in state.entries if entry.slot is not None)]
             named = {
                 reference
                 for draft in drafts

@@ -167,7 +167,8 @@ class Tiers:
             StoreError, CorruptionError: As `PendingDrafts.level`.
         """
         level = self.drafts.level(path)
-        if self.peers is not None and Level.NONE < level < Level.PEER and self.flusher.is_running():
+        pending = self.drafts.pending(path) if self.peers is not None and Level.NONE < level < Level.PEER else None
+        if pending is not None and not pending.draft.is_ram_only and self.flusher.is_running():
             with contextlib.suppress(
                 TimeoutError, ConflictError
             ):  # it is not held elsewhere yet, or kept as a conflict

@@ -89,13 +89,13 @@ def status(store: Store) -> dict[str, Any]:
     device = read_notes(store)
     if device is not None:
         report["tiers"]["device"] = device
-    drafts = [item.draft for item in tiers.drafts.pending_below("", held=True).values()]
+    drafts = [item.draft for item in tiers.drafts.pending_below("", ram_only=True).values()]
     for kind, some in (
-        ("held", [one for one in drafts if one.is_held]),
-        ("queue", [one for one in drafts if not one.is_held]),
+        ("ram_only", [one for one in drafts if one.is_ram_only]),
+        ("queue", [one for one in drafts if not one.is_ram_only]),
     ):
         report[f"{kind}_files"], report[f"{kind}_bytes"] = len(some), sum(draft.length for draft in some)
-    report["oldest_age_s"] = _oldest_age_s((one for one in drafts if not one.is_held), store.clock.monotonic())
+    report["oldest_age_s"] = _oldest_age_s((one for one in drafts if not one.is_ram_only), store.clock.monotonic())
     report["counters"] = _counted_by("process", dict(sorted(tiers.counters.items())))
     if tiers.flusher.is_running():
         try:

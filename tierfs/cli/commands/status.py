@@ -154,9 +154,12 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
-    if report.get("held_files"):
+    if report.get("ram_only_files"):
         facts.append(
-            ("held in ram", f"{report['held_files']} files, {format_bytes(report['held_bytes'])}: logs of steps")
+            (
+                "in ram only",
+                f"{report['ram_only_files']} files, {format_bytes(report['ram_only_bytes'])}: logs of steps",
+            )
         )
     if "peers" in report:
         facts += _peers(report["peers"])

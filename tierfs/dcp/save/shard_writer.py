@@ -194,10 +194,10 @@ def commit_shard(
     file.check_arrived([run for run in file.runs if id(run) in used and not (seals_alike and id(run) in needed)])
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
-    held = log_level is Level.STAGED
+    ram_only = log_level is Level.STAGED
     # A thread costs more than hashing a few MiB.
     few = 1 if sum(run.memory.length for run in runs) < CHUNK_BYTES else None
-    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else few, held=held)
+    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else few, ram_only=ram_only)
     if seals_alike:
         _check_arrived(file)
     other = _seen_otherwise(places)
@@ -212,12 +212,12 @@ def commit_shard(
         end += run.memory.length
     entries += [entry._replace(at=end) for run, entry in places if run is None]
     head = header(entries)
-    (first,) = memory.add_runs([cut(len(head))], wait=not held)
+    (first,) = memory.add_runs([cut(len(head))], wait=not ram_only)
     first.view[:] = head
-    memory.seal([first], held=held)
+    memory.seal([first], ram_only=ram_only)
     level, metadata = (None, part_of(file.store)) if log_level is None else (Level.STAGED, None)
     parts = [first, *(run.memory for run in runs)]
-    memory.commit(path, parts, level=level, metadata=metadata, is_new=True, held=held)
+    memory.commit(path, parts, level=level, metadata=metadata, is_new=True, ram_only=ram_only)
     return len(head) + end, [len(head) + begins.get(id(run), end) + entry.at for run, entry in places]
 
 

@@ -75,7 +75,7 @@ class Draft:
             it removes its source.
         boot: The boot id at the time the file was closed.
         stamp_ns: When the file was closed, on the monotonic clock of that boot. Drafts are published in this order.
-        is_held: Whether the flusher leaves the draft in the ram tier, until `PendingDrafts.drop_held`.
+        is_ram_only: Whether the flusher leaves the draft in the ram tier, until `PendingDrafts.drop_ram_only`.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Draft:
     after: bytes | None = None
     boot: str = ""
     stamp_ns: int = 0
-    is_held: bool = False
+    is_ram_only: bool = False
 
     @property
     def write_id(self) -> bytes:
@@ -126,7 +126,7 @@ class Draft:
         if self.base.is_tombstone:
             base["is_tombstone"] = True
         after = self.after.hex() if self.after is not None else ""
-        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns, **({"is_held": True} if self.is_held else {})}
+        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns, **({"is_ram_only": True} if self.is_ram_only else {})}
         head = json.dumps({"path": self.path, "base": base, "after": after, **closed}).encode()
         record = self.record.encode(self.path)
         out = bytearray(_HEAD.pack(_MAGIC, DRAFT_VERSION, 0, len(head), len(record), len(self.slots)))
@@ -179,7 +179,7 @@ class Draft:
             after,
             head["boot"],
             head["stamp_ns"],
-            head.get("is_held", False),
+            head.get("is_ram_only", False),
         )
 
 

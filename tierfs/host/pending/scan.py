@@ -78,12 +78,12 @@ class PendingDrafts:
         pending = self.pending(path)
         return Level.OBJECT if pending is None else pending.level
 
-    def pending_below(self, path: str, *, held: bool = False) -> dict[str, Pending]:
+    def pending_below(self, path: str, *, ram_only: bool = False) -> dict[str, Pending]:
         """Return the newest draft of each path at or below ``path``; of all paths for ``""``.
 
-        Drafts that cannot be decoded are skipped and logged, and held ones are skipped unless they are asked for.
+        Drafts that cannot be decoded are skipped and logged, and those of the ram tier alone are skipped unless they are asked for.
         """
-        staged = [draft for draft in self._by_path.below(path) if held or not draft.is_held]
+        staged = [draft for draft in self._by_path.below(path) if ram_only or not draft.is_ram_only]
         stored = self._nvme.drafts_below(path)
         readable = [(item.path, self._decoded.readable(item)) for item in stored]
         found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
@@ -111,7 +111,7 @@ class PendingDrafts:
             return False
         damaged: list[str] = []
         staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
-        if any(is_at_or_below(draft.path, path) and not draft.is_held for draft in staged) or damaged:
+        if any(is_at_or_below(draft.path, path) and not draft.is_ram_only for draft in staged) or damaged:
             return False
         return not self._nvme.drafts_below(path, conflicts=True)
 
@@ -137,13 +137,13 @@ class PendingDrafts:
         """
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
-        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None and not draft.is_held]
+        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None and not draft.is_ram_only]
 
-    def drop_held(self, write_ids: Collection[bytes]) -> None:
-        """Free held drafts of any process, and their chunks. The drafts go first: no reader sees one without chunks."""
+    def drop_ram_only(self, write_ids: Collection[bytes]) -> None:
+        """Free drafts of the ram tier alone, of any process, and their chunks. The drafts go first: no reader sees one without chunks."""
         for slot in self._ram.drafts() if write_ids else ():
             draft = self._decoded.in_slot(slot) if slot.name in write_ids else None
-            if draft is not None and draft.is_held:
+            if draft is not None and draft.is_ram_only:
                 chunks = [slot_at(self._ram, reference) for reference in draft.slots if reference is not None]
                 for each in [slot, *filter(None, chunks)]:
                     if each.segment.owned:

@@ -115,10 +115,10 @@ class StagedFile:
         """Return the segments that hold the runs. Empty if the memory is private."""
         return {slot.segment for slot in self._taken}
 
-    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None, held: bool = False) -> None:
+    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None, ram_only: bool = False) -> None:
         """Hash and seal the chunks of these runs, on one thread per processor or on at most ``threads_max``.
 
-        The flusher may write the chunks to the nvme tier from now on, unless they are ``held`` in the ram tier.
+        The flusher may write the chunks to the nvme tier from now on, unless they are ``ram_only``.
 
         Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on the chunks
         before it.
@@ -128,7 +128,7 @@ class StagedFile:
         if not self._finalizer.alive:
             raise self._gone(self._store.where(""))
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
-        if held:
+        if ram_only:
             processors().share_out(self._seal_chunk, waiting, threads_max=threads_max)
             return
         # Not earlier: training waits for the copy into the runs, but not for this.
@@ -175,7 +175,7 @@ class StagedFile:
         level: Level | None = None,
         metadata: Mapping[str, object] | None = None,
         is_new: bool = False,
-        held: bool = False,
+        ram_only: bool = False,
     ) -> Manifest:
         """Publish these runs, in this order, as the file at ``path``. Release the memory of all other runs.
 
@@ -198,7 +198,9 @@ class StagedFile:
             slots = [chunk.slot for chunk in chunks]
             assert len(rows) == len(chunks), "not sealed"
             staged = self._writer is not None
-            writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new, held=held)
+            writer = Writer(
+                self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new, ram_only=ram_only
+            )
             writer.adopt(rows, slots)
             return writer.commit()
         finally:

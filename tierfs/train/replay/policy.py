@@ -27,7 +27,10 @@ ELEMENTWISE = (
 )
 """Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 AGAIN_SHARE = 0.25
-"""The most of a step's time that it takes to make the step again: ``integration/bench/replay.py`` measures it."""
+"""The part of a step's time that `YoungDaly` takes for making the step again. It is the aim, not a bound.
+
+``integration/bench/replay.py`` measured 0.04 for 4 million weights, and 0.28 for 1 million and steps of 90 ms.
+"""
 _REASONS = {
     "Adafactor": "its update sums over rows and columns",
     "Muon": "its update multiplies matrices",
