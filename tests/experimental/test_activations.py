@@ -147,7 +147,7 @@ def test_the_oldest_bytes_are_spilled_and_the_next_are_read_ahead(disk):
     assert regions.memory.taken_bytes == 0
 
 
-def test_what_finds_no_room_is_kept(device, new):
+def test_tensors_without_room_stay(device, new):
     activations = new("1MiB", nvme="2MiB")
     assert_equal(step(activations), plain_gradients())
     stats = activations.stats()
@@ -180,7 +180,7 @@ def test_a_file_that_cannot_grow_keeps_tensors_in_memory(disk):
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), disk], check=True)
 
 
-def test_nothing_is_left_after_a_kill_during_a_spill(disk):
+def test_a_kill_during_a_spill_leaves_no_file(disk):
     code = """
         import sys, torch
         from tierfs.experimental.activations import Activations

@@ -83,7 +83,7 @@ def read(reader):
     return None if digests is None else (digests, bytes(out))
 
 
-def test_what_a_holder_has_is_read(world):
+def test_held_changes_are_read(world):
     _, reader, counters = world
     assert [draft.encode() for draft in reader.drafts("run/x")] == [DRAFT]
     assert list(reader.paths_below("run")) == ["run/x"]

@@ -472,7 +472,7 @@ def test_commands_show_the_log(root, capsys):
     for command in ("verify", "du"):
         assert main([command, url]) == 0
     assert main(["status", url]) == 0
-    assert re.search("held in ram +2 files", capsys.readouterr().out)
+    assert re.search("in ram only +2 files", capsys.readouterr().out)
     assert main(["gc", url.removesuffix("/run")]) == 0
     assert len(log_of(root)) == 2
     assert main(["rm", "-r", f"{url}/step_5"]) == 0

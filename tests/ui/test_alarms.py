@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-def test_nothing_wrong_is_no_alarm():
+def test_a_healthy_store_has_no_alarm():
     recent = {"upkeep": {"gc": {"ended_ns": int(NOW_S * 1e9), "unreadable_count": 0}, "scrub": {"known_damaged": 0}}}
     assert alarms_in(QUIET | recent | RUNS | {"queue_files": 1, "oldest_age_s": 5.0}, max_age_s=60, now_s=NOW_S) == []
 

@@ -145,7 +145,7 @@ def test_another_origin_or_host_or_method_gets_nothing(page):
         assert page.ask(path)[0] in {404, 405}
 
 
-def test_nobody_gets_data_without_the_token(run):
+def test_data_needs_the_token(run):
     with served(run, "--token", "--allow-download") as page:
         assert page.token
         for path in ("/api/status.json", "/api/login", "/metrics", "/plain", "/api/events", "/download?path=run"):
