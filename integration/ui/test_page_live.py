@@ -43,7 +43,11 @@ def told(*words):
 
 
 def train(url, *numbers, **options):
-    """Train in a process of its own, which ends before everything has reached the object tier."""
+    """Train in a process of its own, which ends before everything has reached the object tier.
+
+    A flusher that runs would keep its options.
+    """
+    subprocess.run([sys.executable, "-m", "tierfs.cli", "flusher", "stop", url], capture_output=True, check=False)
     words = [f"{name}={value}" for name, value in options.items()]
     subprocess.run([sys.executable, str(HERE / "runs.py"), url, *map(str, numbers), *words], check=True)
 
