@@ -8,6 +8,9 @@ import time
 import pytest
 from drawing import SEED, SHARE, drawn
 from leftovers import end_flushers
+from servers import ministack
+
+from tierfs.testing import TcpFaultProxy
 
 # Test files that take minutes, the longest first, so that two processes that share the files end at the same time.
 LONG = (
@@ -81,3 +84,23 @@ def state_of_its_own():
         end_flushers(directory)
         for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
             os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def s3_and_proxy():
+    """One for all tests that name S3 in the environment: a process keeps its connections to the first endpoint."""
+    ministack.require()
+    with ministack.running() as server, TcpFaultProxy("127.0.0.1", server.port) as proxy:
+        yield server, proxy
+
+
+@pytest.fixture
+def s3_of_environment(s3_and_proxy, tmp_path, monkeypatch):
+    """S3 behind a fault proxy for this process and those that it starts."""
+    server, proxy = s3_and_proxy
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+    yield server, proxy
+    proxy.recover()

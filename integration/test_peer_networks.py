@@ -6,7 +6,6 @@ import time
 
 import pytest
 from peer_cluster import LEASE_S, WAIT_S, Cluster, can_cut, filesystem, until
-from servers import ministack
 
 import tierfs
 from tierfs.testing import PlannedTcpFault, TcpFault
@@ -175,14 +174,10 @@ def test_a_full_host_is_passed_over(cluster):
     settled(cluster.hosts["b"], cluster.hosts["c"])
 
 
-def test_an_isolated_owner_returns_after_two_hosts_adopted(tmp_path, monkeypatch):
+def test_an_isolated_owner_returns_after_two_hosts_adopted(tmp_path, s3_of_environment):
     """It goes on to write the same paths meanwhile, and loses the bucket as well as its peers."""
-    ministack.require()
-    with ministack.running() as s3, contextlib.ExitStack() as ends:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.options["key"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.options["secret"])
-        monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+    s3, _ = s3_of_environment
+    with contextlib.ExitStack() as ends:
         cluster = ends.enter_context(cluster_at(tmp_path, f"s3://{s3.new_root()}", bucket_port=s3.port))
         a, b, c = start(cluster, "a", "b", "c", peers=2)
         a.bucket.fail(PlannedTcpFault(TcpFault.UNAVAILABLE, side="request", aim=lambda method, _: method == "PUT"))

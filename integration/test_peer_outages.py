@@ -6,7 +6,6 @@ import time
 
 import outages
 import pytest
-from servers import ministack
 
 pytest.importorskip("cryptography")
 
@@ -21,50 +20,27 @@ from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
-from tierfs.testing import TcpFaultProxy
 from tierfs.train import Every, Latest, Manager
 
-ministack.require()
 WAIT_S = 120
 OWNER, HOLDER = 17461, 17462
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with ministack.running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxy(s3):
-    """One for all tests, because this process keeps its connections to an endpoint."""
-    with TcpFaultProxy("127.0.0.1", s3.port) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def world(s3, proxy, tmp_path, monkeypatch):
+def world(s3_of_environment, tmp_path):
     """A store in S3 behind a proxy, its owner and its holder."""
+    server, proxy = s3_of_environment
     with contextlib.ExitStack() as ends:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.options["key"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.options["secret"])
-        monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
-        url = f"s3://{s3.new_root()}"
+        url = f"s3://{server.new_root()}"
         tierfs.init(url, lease_s=LEASE_S)
         hosts = [PeerHost(tmp_path, name, url, port) for name, port in (("owner", OWNER), ("holder", HOLDER))]
         for host in hosts:
             ends.callback(host.close)
             host.start()
-        ends.callback(recover, proxy)
+        ends.callback(proxy.recover)  # before the hosts close
         for host in hosts:
             until(lambda host=host: host.status().get("peers", {}).get("live"), WAIT_S)
         yield proxy, *hosts
-
-
-def recover(proxy):
-    proxy.refuse = False
-    proxy.recover()
 
 
 @pytest.mark.parametrize("outage", ["refuse", "unavailable"])
@@ -78,7 +54,7 @@ def test_a_save_reaches_peer_while_s3_is_away_and_s3_afterwards(world, outage):
     fs.pipe_file(f"{root}/run/a", data)
     assert fs.ack(f"{root}/run/a") == "peer"
     owner.lose()
-    recover(proxy)
+    proxy.recover()
     there, store = bare(holder.url)
     until(lambda: there.exists(f"{store}/run/a"), WAIT_S)
     assert there.cat_file(f"{store}/run/a") == data
@@ -94,7 +70,7 @@ def test_a_checkpoint_of_dcp_at_peer_survives_its_host(world):
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert writer.ack() == "peer"
     owner.lose()
-    recover(world[0])
+    world[0].recover()
     there, store = bare(holder.url)
     until(lambda: there.exists(f"{store}/run/step_7/.metadata"), WAIT_S)
     found = {"weight": torch.zeros(400, 400), "step": 0}

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from servers import ministack
 from servers.server import free_ports
 
 pytest.importorskip("cryptography")
@@ -108,14 +107,10 @@ def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
         assert run.latest(level="peer") == 7
 
 
-def test_hosts_that_load_one_file_share_what_they_read(tmp_path, monkeypatch):
-    ministack.require()
+def test_hosts_that_load_one_file_share_what_they_read(tmp_path, s3_of_environment):
     data = random.Random(1).randbytes(96 << 20)
-    with ministack.running() as server, contextlib.ExitStack() as ends:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
-        monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+    server, _ = s3_of_environment
+    with contextlib.ExitStack() as ends:
         url = f"s3://{server.new_root()}"
         tierfs.init(url, lease_s=10)
         there, root = bare(url)
