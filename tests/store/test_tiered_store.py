@@ -252,6 +252,36 @@ def test_a_copy_of_a_pending_file_outlives_the_original(any_host):
     assert load(any_host.plain(), "b") == data
 
 
+@pytest.mark.parametrize("change", [copy, rename])
+@pytest.mark.parametrize("target", ["run/pending", "run/new"])
+def test_a_copy_of_a_published_file_is_never_pending(host, change, target):
+    # gc does not know pending changes, so it may delete chunks that only such a change names.
+    data, other = content(2 * MIB), content(MIB)
+    save_at(host.store, "a", data, Level.OBJECT)
+    with host.held("put"):
+        save(host.store, "run/pending", other)
+        host.store.timeout_s = 0.3
+        with pytest.raises(TimeoutError, match="run/pending"):
+            change(host.store, "a", target)
+        assert host.tiers.drafts.pending("a") is None
+        assert load(host.store, "run/pending") == other
+    host.store.timeout_s = HANG_S
+    change(host.store, "a", target)
+    assert load(host.plain(), target) == data
+    assert (load(host.plain(), "run/pending") == other) is (target != "run/pending")
+
+
+def test_a_copy_that_waits_does_not_replace_what_another_host_wrote(make_host):
+    here, there = make_host("here"), make_host("there")
+    save_at(here.store, "a", content(MIB), Level.OBJECT)
+    with here.held("put"):
+        save(here.store, "run/b", b"mine")
+        save_at(there.store, "run/b", b"theirs", Level.OBJECT)
+    with pytest.raises(ConflictError):
+        copy(here.store, "a", "run/b")
+    assert load(there.plain(), "run/b") == b"theirs"
+
+
 def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_are_stored(host, monkeypatch):
     module = sys.modules[copy.__module__]
 

@@ -16,7 +16,7 @@ from tierfs.store.store import Store
 from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import Observed, observe, observe_to_stage
 from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
-from tierfs.store.write.staging import bury, is_staged
+from tierfs.store.write.staging import after_pending, bury, is_staged
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
 
@@ -90,6 +90,10 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
     manifest = source.manifest
     assert manifest is not None
     staged = source.draft is not None or target.draft is not None or is_staged(store, target.path, Level.OBJECT)
+    if staged and source.draft is None and source.path != target.path:
+        # Only the object tier has the chunks, and gc may delete those that a pending change names.
+        target = after_pending(store, target)
+        staged = target.draft is not None
     if target.manifest is None:
         refuse_foreign(store, target.path, staged=staged)
     if staged:

@@ -11,7 +11,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, ObservedBase, SlotRef
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
-from tierfs.store.tree.records import Observed, observe_published, observe_to_replace, publish
+from tierfs.store.tree.records import Observed, observe, observe_published, observe_to_replace, publish
 from tierfs.store.write.preconditions import refuse_foreign
 
 if TYPE_CHECKING:
@@ -30,6 +30,23 @@ def is_staged(store: Store, path: str, level: Level) -> bool:
     if level is not Level.OBJECT and not (level is Level.LOCAL and store.tiers.passes_by):
         return True
     return bool(store.tiers.drafts.pending_below(path.rpartition("/")[0]))
+
+
+def after_pending(store: Store, observed: Observed) -> Observed:
+    """Wait until the pending changes of a path's directory are published, and observe the path then.
+
+    Raises:
+        ConflictError: The path, or another one in the directory, was changed by another writer.
+        TimeoutError, TierfsError: As `Tiers.wait` does.
+    """
+    assert store.tiers is not None
+    store.tiers.wait(observed.path.rpartition("/")[0], Level.OBJECT, store.timeout_s)
+    if observed.draft is None:
+        return observed
+    now = observe(store, observed.path)
+    if observed.draft != (now.record.write_id if now.record else observed.is_tombstone and observed.draft):
+        raise _changed(store, observed, "by another writer")
+    return now
 
 
 def seal(
