@@ -162,7 +162,7 @@ class World:
 
     def start_flusher(self, host):
         tiers = ["--state-dir", str(host.state), "--ram", RAM, "--nvme", NVME]
-        upkeep = ["--gc-every", "20s", "--scrub-bandwidth", "5MB"]
+        upkeep = ["--gc-every", "4s", "--scrub-bandwidth", "5MB"]
         older = {"version": OLDER, "zygote": "older"} if host.is_older_due else {}
         reap(host.flusher)
         host.flusher = self.command(host, "flusher", "run", f"tierfs::{self.url}", *tiers, *upkeep, **older)

@@ -26,7 +26,7 @@ from support import killing
 from support.promises import digest_of
 
 from tierfs.clock import SystemClock
-from tierfs.errors import ConflictError, StoreError
+from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.objects import registry
 from tierfs.objects.wrappers.wrapper import WrappedObjects
@@ -41,8 +41,10 @@ PATIENCE_S = 40
 ATTEMPTS = 4
 FAULTS = [Fault.REFUSED] * 6 + [Fault.LOST_RESPONSE] * 6 + [Fault.BIT_FLIP, Fault.SLOW] * 3
 FAULTS += [Fault.LATE, Fault.SHORT_READ] * 2 + [Fault.FULL, Fault.DENIED]
-SHORT_LISTINGS = 0.1
-"""Probability that a flusher's or command's listing of records ends early, as if it were whole. gc must not trust it."""
+LIES = 0.3
+"""Probability of a lie to a flusher or a command: a listing of records that ends early, as if it were whole, or the
+answer that a read had up to `STALE_S` ago."""
+STALE_S = 2.0
 TCP_FAULTS = (
     PlannedTcpFault(TcpFault.RESET),
     PlannedTcpFault(TcpFault.RESET, at=0),
@@ -77,17 +79,34 @@ class StruckObjects(WrappedObjects):
         super().__init__(FaultyObjects(inner, seed=noise.randrange(1 << 30), clock=SystemClock()))
         self._probability, self._notes, self._outage = spec["faults"], spec["notes"], spec["outage"]
         self._noise, self._lies = noise, spec["role"] == "command" and spec["faults"] > 0 and not spec.get("version")
+        self._seen = {}
 
     def _around(self, request, send):
         self._maybe_strike(request.method)
-        return send()
+        if not self._lies or request.method not in ("read", "head"):
+            return send()
+        now, question = time.monotonic(), (request.method, request.key)
+        try:
+            answer = send()
+        except NotFoundError as error:
+            answer = error
+        at, before = self._seen.get(question, (0, None))
+        is_stale = now - at < STALE_S and repr(before) != repr(answer) and self._noise.random() < LIES
+        if is_stale:
+            self._note("stale read")
+        else:
+            self._seen[question] = now, answer
+        told = before if is_stale else answer
+        if isinstance(told, NotFoundError):
+            raise told
+        return told
 
     def _around_list(self, request, send):
         self._maybe_strike("list")
-        if not (self._lies and request.key.startswith(keys.TREE)) or self._noise.random() >= SHORT_LISTINGS:
+        if not (self._lies and request.key.startswith(keys.TREE)) or self._noise.random() >= LIES:
             return send()
         self._note("short listing")
-        entries = list(send())
+        entries = sorted(send(), key=lambda entry: entry.key)  # as a server lists, which a directory need not
         return iter(entries[: len(entries) // 2])
 
     def _maybe_strike(self, method):
@@ -171,7 +190,7 @@ class Worker:
             case "evict" | "prefetch":
                 getattr(fs, do)(place, tier=tier)
             case "listed":
-                return [each[len(place) :] for each in fs.find(place)] if fs.exists(place) else []
+                return [each[len(place) :] for each in fs.find(place)]  # `exists` may answer blindly in an outage
         return None
 
     def read(self, paths, door="cat", attempts=ATTEMPTS):
