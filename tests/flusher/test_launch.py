@@ -130,14 +130,13 @@ def test_its_end_is_noticed_where_the_program_ignores_its_children(tmp_path):
         signal.signal(signal.SIGCHLD, previous)
 
 
-def test_its_end_is_noticed_where_no_thread_can_be_started(tmp_path, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", refuse)
-        launched = spawn(shell("exit 7"), tmp_path / "log")
-    assert ended(launched) == 7
+def test_ended_processes_are_collected_by_the_next_start(tmp_path):
+    first = spawn(shell("exit 7"), tmp_path / "log")
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    ended(spawn(shell("exit 0"), tmp_path / "log"))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(first.pid, os.WNOHANG)
+    assert first.status() == 7
 
 
 STARTER = """

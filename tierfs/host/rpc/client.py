@@ -230,37 +230,31 @@ class FlusherClient:
         ends = time.monotonic() + self._start_timeout_s
         ends = ends if request_ends is None else min(ends, request_ends)
         pause_s = _PAUSE_S_MIN
-        successor = None
         while True:
-            connection, successor = successor or self._dial(ends) or self._start(ends), None
+            connection = self._dial(ends) or self._start(ends)
             theirs = None if connection is None else self._greet(connection, ends)
             if connection is not None and theirs is not None:
                 if theirs >= wire.version_of(self._version):
                     return connection
                 try:
-                    successor = self._start(ends, older=connection)
+                    with contextlib.suppress(_BrokenError, TimeoutError):  # another client was faster, or it hangs
+                        _outcome(self._ask(connection, {"do": "retire"}, ends))
                 finally:
                     self._discard(connection)
             if time.monotonic() >= ends:
-                if successor is not None:
-                    self._discard(successor)
                 if ends == request_ends:
                     raise self._unanswered(do)
                 problem = f"no flusher answered in {self._directory} within {self._start_timeout_s:g} s"
                 raise self._failed(problem)
-            if successor is None:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _start(self, ends: float, *, older: socket.socket | None = None) -> socket.socket | None:
-        """Start a flusher, in place of ``older`` if given, and connect to it. None: the caller must try again."""
+    def _start(self, ends: float) -> socket.socket | None:
+        """Start a flusher, and connect to it. None: the caller must try again."""
         launching = ExclusiveLock(self._directory / _LAUNCH_LOCK_NAME)
         if not launching.acquire():
             return None  # another process is starting one
         try:
-            # Held until the new flusher listens: otherwise a client as old as that flusher starts another old one.
-            if older is not None and not self._retire(older, ends):
-                return None
             running = ExclusiveLock(self._directory / LOCK_NAME)
             if not running.acquire():
                 return None  # a flusher is about to listen, or about to end
@@ -268,24 +262,6 @@ class FlusherClient:
             return self._launch_and_dial(ends)
         finally:
             launching.release()
-
-    def _retire(self, older: socket.socket, ends: float) -> bool:
-        """Ask a flusher to retire, and wait until it has ended.
-
-        Return False if it did not end in time, or another one has replaced it.
-        """
-        before = wire.identity_of(self._directory)
-        try:
-            _outcome(self._ask(older, {"do": "retire"}, ends))
-        except (_BrokenError, TimeoutError):
-            return False
-        running = ExclusiveLock(self._directory / LOCK_NAME)
-        while not running.acquire():
-            if time.monotonic() >= ends or wire.identity_of(self._directory) not in {before, None}:
-                return False  # a service manager has started another one
-            time.sleep(_PAUSE_S_MIN)
-        running.release()
-        return True
 
     def _launch_and_dial(self, ends: float) -> socket.socket | None:
         launched = self._launch()

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierfs.errors import StoreError
-from tierfs.threads import start_daemon
 
 LOG_NAME = "flusher.log"
 LOG_BYTES_MAX = 1 << 20
@@ -36,33 +35,22 @@ class Launched:
         self.pid = pid
         self.log = log
         self._log_start = log_start
-        self._ended = threading.Event()
-        self._status = 0
-        self._is_waited_for = False
+        self._status: int | None = None
 
     def status(self) -> int | None:
         """Return None while it runs, then its exit status; -N if signal N ended it, 0 if the status is unknown."""
-        if not self._is_waited_for:
-            self._reap(os.WNOHANG)
-        return self._status if self._ended.is_set() else None
+        with _lock:
+            if self._status is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # the program ignores SIGCHLD, or another thread waits for any child
+                    self._status = 0
+                else:
+                    self._status = os.waitstatus_to_exitcode(status) if pid else None
+            return self._status
 
     def last_words(self) -> str:
         return tail(self.log, self._log_start)
-
-    def _begin_waiting(self) -> None:
-        # If no thread can start, because Python is about to exit, the zombie does not last long.
-        self._is_waited_for = start_daemon(self._reap, name="reaper") is not None
-
-    def _reap(self, flags: int = 0) -> None:
-        try:
-            pid, status = os.waitpid(self.pid, flags)
-        except ChildProcessError:
-            # The program ignores SIGCHLD, or another thread waits for any child: the status is unknown.
-            self._ended.set()
-            return
-        if pid:
-            self._status = os.waitstatus_to_exitcode(status)
-            self._ended.set()
 
 
 def spawn(argv: Sequence[str], log: Path) -> Launched:
@@ -95,11 +83,15 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
             os.close(descriptor)
     except OSError as error:
         raise StoreError(f"the flusher cannot be started: {error}", path=str(log)) from error
-    # Popen warns about a process that outlives it. From here on, a thread of this module reaps the process id.
-    process.returncode = 0
+    process.returncode = 0  # otherwise, Popen warns about a process that outlives it
     launched = Launched(process.pid, log, log_start)
-    launched._begin_waiting()
+    # Those that ended before would stay zombies.
+    _started[:] = [launched, *(one for one in _started if one.status() is None)]
     return launched
+
+
+_lock = threading.Lock()
+_started: list[Launched] = []
 
 
 def _open_log(log: Path) -> int:
