@@ -70,7 +70,7 @@ ALLOWED = {
         "fs",
         "dcp",
         "mount",
-    },  # lazily, except errors, urls_as_paths and the guard of torch
+    },  # lazily, except errors and urls_as_paths
 }
 TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo", "plugs", "experimental"}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tierfs.dcp.guard import guard
 from tierfs.errors import TierfsError
 from tierfs.urls_as_paths import refuse_urls_as_paths
 
@@ -22,7 +21,6 @@ __all__ = ["TierFileSystem", "TierfsError", "__version__", "init", "mount"]
 
 __version__ = "0.1.0"
 
-guard()
 refuse_urls_as_paths()
 
 _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}

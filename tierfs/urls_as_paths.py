@@ -2,7 +2,8 @@
 
 ``os.makedirs(url)`` and ``pathlib.Path(url).mkdir()`` would succeed, and files saved there would be in no store. So an
 audit hook of Python raises before a call takes such a path, and no folder is made. Native code raises no audit event:
-`tierfs.dcp.guard` covers that of torch and safetensors, and ``tierfs status`` lists the folders that other code made.
+``torch.save`` and safetensors fail by themselves, because no such folder exists. ``tierfs status`` lists the folders
+that other code made.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 ENTRIES_MAX = 100_000
 _PREFIX = "tierfs:"
@@ -53,45 +54,27 @@ def refuse_urls_as_paths() -> None:
     sys.addaudithook(_audit)
 
 
-def url_in(path: Any) -> str | None:
-    """Return the tierfs URL that a local path is made of, as the path has it; ``None`` for other paths and values."""
-    if isinstance(path, os.PathLike):
-        path = os.fspath(path)
-    found = _URL.search(path) if isinstance(path, str) and _PREFIX in path else None
+def _url_in(path: str) -> str | None:
+    """Return the tierfs URL that a local path is made of, as the path has it; ``None`` for other paths."""
+    found = _URL.search(path) if _PREFIX in path else None
     return None if found is None else found[1]
 
 
-def refuse(url: str, call: str, instead: str = "") -> NoReturn:
-    """Raise `InvalidInputError` for a URL that was given as a local path. It names what to use instead.
-
-    Args:
-        url: The URL.
-        call: What was called, for a program that called no framework.
-        instead: What to use instead, if no framework but torch was called.
-    """
-    from tierfs.errors import InvalidInputError  # noqa: PLC0415 - `import tierfs` may find a broken path
-
-    caller = _caller(sys._getframe(1))
-    way = _WAYS.get(caller, f"fsspec.open(URL, mode), or {_COPY}")
-    if instead and caller.partition(".")[0] in {"", "torch"}:
-        way = instead
-    raise InvalidInputError(
-        f"{caller or call}: only local paths are supported here, and {url!r} is a tierfs URL: use {way}"
-    )
-
-
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event not in _EVENTS or not isinstance(args[0], str) or _PREFIX not in args[0]:
-        return
-    url = url_in(args[0])
-    if url is None:
+    if event not in _EVENTS or not isinstance(args[0], str) or (url := _url_in(args[0])) is None:
         return
     # The files of a folder from before can be read, moved and deleted. `shutil.rmtree` calls `os.open` with names that
     # are relative to a descriptor; that event has no mode.
     is_read_only = event != "os.mkdir" and not (event == "open" and args[2] & _WRITES)
     if is_read_only and ((event == "open" and args[1] is None) or os.path.lexists(args[0])):
         return
-    refuse(url, event)
+    from tierfs.errors import InvalidInputError  # noqa: PLC0415 - `import tierfs` may find a broken path
+
+    caller = _caller(sys._getframe(1))
+    raise InvalidInputError(
+        f"{caller or event}: only local paths are supported here, and {url!r} is a tierfs URL: use "
+        f"{_WAYS.get(caller, f'fsspec.open(URL, mode), or {_COPY}')}"
+    )
 
 
 def _caller(frame: FrameType | None) -> str:
