@@ -301,7 +301,8 @@ class Writer:
                     format_bytes(tiers.ram.budget_bytes),
                     format_bytes(tiers.ram.chunks_budget_bytes),
                 )
-                tiers = None
+                # Nothing on this host could restore the chunks if gc took them before the file is published.
+                tiers, self._level = None, Level.OBJECT
             if tiers is None:
                 old = self._observed.manifest
                 unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
