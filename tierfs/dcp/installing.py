@@ -7,8 +7,6 @@ module that refers to them by name:
 - ``_load_state_dict`` chooses the planner of a load.
 - ``async_save`` chooses the stager before a writer exists. In process mode the writer that is created here
   goes to the process that saves, so that process needs no `install`.
-- ``dcp_to_torch_save`` and ``torch_save_to_dcp`` treat every id as a local directory. They refuse a tierfs
-  URL, and name the command to use instead.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("state_dict_loader", "_storage_setup", _SETUP),
     ("state_dict_loader", "_load_state_dict", ("state_dict", "storage_reader", "planner")),
     ("state_dict_saver", "async_save", ("state_dict", "checkpoint_id", "storage_writer")),
-    ("format_utils", "dcp_to_torch_save", ("dcp_checkpoint_dir",)),
-    ("format_utils", "torch_save_to_dcp", ("dcp_checkpoint_dir",)),
 )
 _lock = threading.Lock()
 _replaced: list[tuple[Any, Any]] = []
@@ -71,8 +67,6 @@ def install() -> None:
             (setup, _setup(setup)),
             (load := found["state_dict_loader", "_load_state_dict"], _load(load)),
             (save := found["state_dict_saver", "async_save"], _async_save(save)),
-            (out := found["format_utils", "dcp_to_torch_save"], _only_local(out, "export --format torch URL FILE")),
-            (into := found["format_utils", "torch_save_to_dcp"], _only_local(into, "import FILE URL")),
         ):
             _replace(old, new)
             _replaced.append((old, new))
@@ -130,22 +124,6 @@ def _async_save(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*args, **kwargs)
 
     return async_save
-
-
-def _only_local(stock: Callable[..., Any], command: str) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def convert(*args: Any, **kwargs: Any) -> Any:
-        directory = signature.bind(*args, **kwargs).arguments["dcp_checkpoint_dir"]
-        if _is_ours(directory):
-            raise InvalidInputError(
-                f"{stock.__name__} can use only local directories, not {os.fspath(directory)}: use `tierfs checkpoint "
-                f"{command}`"
-            )
-        return stock(*args, **kwargs)
-
-    return convert
 
 
 def _look_up(module: str, name: str, parameters: tuple[str, ...]) -> Any:
