@@ -18,8 +18,6 @@ from tierfs.cli.files.mirror import (
     MirrorRecord,
     Piece,
     Synced,
-    clone_file,
-    clone_piece,
     content_of,
     holds,
     pieces_of,
@@ -72,7 +70,7 @@ class Materialized(Synced):
     """The counts of one `materialize` call.
 
     Attributes:
-        shared_bytes: Bytes cloned from the nvme tier or from another file of the directory.
+        shared_bytes: Always 0. Earlier versions cloned files.
         kept_bytes: Bytes taken from an older or incomplete copy of the file.
     """
 
@@ -85,7 +83,6 @@ class _Materializer:
 
     def __init__(self, store: Store, root: str, record: MirrorRecord, progress: Progress) -> None:
         self._store, self._root, self._record, self._progress = store, root, record, progress
-        self._written: dict[str, str] = {}  # a file by its content, to clone files with equal content
         self.done = Materialized()
 
     def run(self, files: dict[str, Entry], directories: set[str], *, deletes: bool) -> None:
@@ -130,7 +127,7 @@ class _Materializer:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             with naming(target):
-                is_same = self._fill(fd, entry, content, target if status is not None else None, stop)
+                is_same = self._fill(fd, entry, target if status is not None else None, stop)
                 if is_same:
                     os.unlink(part)
                 else:
@@ -141,10 +138,9 @@ class _Materializer:
         finally:
             os.close(fd)
         self._record.note(relative, content, os.lstat(target))
-        self._written[content] = target
         self.done.add(**({"unchanged": 1} if is_same else {"files": 1}))
 
-    def _fill(self, fd: int, entry: Entry, content: str, old: str | None, stop: threading.Event) -> bool:
+    def _fill(self, fd: int, entry: Entry, old: str | None, stop: threading.Event) -> bool:
         """Fill the file with all chunks. Return whether the old file has all of them, so that nothing was written."""
         pieces = pieces_of(self._store, entry)
         had = os.fstat(fd).st_size
@@ -156,11 +152,6 @@ class _Materializer:
                 self.done.add(kept_bytes=entry.length)
                 self._progress.advance(entry.length)
                 return True
-            twin = self._written.get(content) if entry.length and not had else None
-            if twin is not None and clone_file(twin, fd) and all(holds(self._store, fd, piece) for piece in pieces):
-                self.done.add(shared_bytes=entry.length)
-                self._progress.advance(entry.length)
-                return False
             missing: list[Piece] = []
             for piece in pieces:
                 if stop.is_set():
@@ -168,10 +159,8 @@ class _Materializer:
                 if piece.start < had and holds(self._store, fd, piece):
                     self.done.add(kept_bytes=piece.length)
                 elif old_fd >= 0 and holds(self._store, old_fd, piece):
-                    _copy(old_fd, fd, piece)
+                    _write(fd, memoryview(os.pread(old_fd, piece.length, piece.start)), piece.start)
                     self.done.add(kept_bytes=piece.length)
-                elif clone_piece(self._store, piece, fd):
-                    self.done.add(shared_bytes=piece.length)
                 else:
                     missing.append(piece)
                     continue
@@ -251,19 +240,6 @@ def _part(relative: str) -> str:
     folder, _, name = relative.rpartition("/")
     part = PART_PREFIX + xxhash.xxh3_64_hexdigest(name.encode(errors="surrogateescape"))
     return f"{folder}/{part}" if folder else part
-
-
-def _copy(source: int, target: int, piece: Piece) -> None:
-    offset, end = piece.start, piece.start + piece.length
-    while offset < end:
-        count = 0
-        with contextlib.suppress(OSError):
-            count = os.copy_file_range(source, target, end - offset, offset, offset)
-        if not count:
-            data = os.pread(source, min(1 << 20, end - offset), offset)
-            count = len(data)
-            _write(target, memoryview(data), offset)
-        offset += count
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import stat
-import struct
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,13 +23,11 @@ from typing import ClassVar
 import xxhash
 
 from tierfs import digest
-from tierfs.buffers import PAGE_BYTES
 from tierfs.cli.files.transfer import walk
 from tierfs.digest import BLOCK_BYTES
 from tierfs.format.manifest import Row
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
-from tierfs.host.pending.record import local_name
 from tierfs.store import Entry, Store
 from tierfs.store.read.reader import expand_rows
 
@@ -210,13 +207,6 @@ def _read(path: Path) -> dict[str, list[object]]:
     return found if isinstance(found, dict) else {}
 
 
-# From linux/fs.h.
-FICLONE = 0x40049409
-FICLONERANGE = 0x4020940D
-_CLONE_RANGE = struct.Struct("=qQQQ")
-CLONE_ALIGNMENT = 4096
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A chunk of a file in a store.
@@ -260,37 +250,3 @@ def holds(store: Store, fd: int, piece: Piece) -> bool:
             return False
         digests.append(digest.hash_bytes(kind, block))
     return digest.combine(kind, piece.length, digests) == piece.row.name.digest
-
-
-def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
-    """Clone a chunk from the nvme tier into a local file, on a filesystem that supports it (XFS, Btrfs).
-
-    Returns:
-        Whether the file now has the chunk, verified. If not, the chunk's range in the file is undefined.
-    """
-    if piece.row is None or store.tiers is None or not store.tiers.has_nvme:
-        return False
-    if piece.start % CLONE_ALIGNMENT:
-        return False
-    whole = piece.length - piece.length % CLONE_ALIGNMENT
-    file = store.tiers.nvme.file_of(local_name(store.descriptor.digest_kind, piece.row.name.digest))
-    try:
-        with open(file, "rb") as chunk:
-            if whole:
-                fcntl.ioctl(fd, FICLONERANGE, _CLONE_RANGE.pack(chunk.fileno(), PAGE_BYTES, whole, piece.start))
-            rest = os.pread(chunk.fileno(), piece.length - whole, PAGE_BYTES + whole)
-    except OSError:
-        return False  # the tier lacks the chunk, the filesystems differ, or they cannot clone
-    os.pwrite(fd, rest, piece.start + whole)
-    # The nvme tier may have overwritten the file with another chunk in the meantime.
-    return holds(store, fd, piece)
-
-
-def clone_file(source: str, fd: int) -> bool:
-    """Clone all bytes of a file into an open file. Return whether that succeeded: some filesystems cannot clone."""
-    with open(source, "rb") as file:
-        try:
-            fcntl.ioctl(fd, FICLONE, file.fileno())
-        except OSError:
-            return False
-    return True
