@@ -162,12 +162,13 @@ def write_dcp(
             place = _stored(stream, partial(write_state, tensor, stream))
             places[MetadataIndex(box.fqn, offsets, number)] = place
         _flush(stream)
+    paths = checkpoint.metadata.planner_data
     metadata = replace(
         checkpoint.metadata,
         state_dict_metadata=items,
         storage_data=places,
         storage_meta=StorageMeta(),
-        planner_data=_paths_of(checkpoint.metadata.planner_data, items),
+        planner_data=None if paths is None else {fqn: path for fqn, path in paths.items() if fqn in items},
     )
     with open(os.path.join(directory, ROOT), "wb") as stream:
         pickle.dump(metadata, stream)
@@ -199,10 +200,6 @@ def write_state(state: Any, stream: BinaryIO) -> None:
 def _flush(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _paths_of(paths: Any, items: Mapping[str, Any]) -> dict[str, Any] | None:
-    return None if paths is None else {fqn: path for fqn, path in paths.items() if fqn in items}
 
 
 def _boxes(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[Box]:

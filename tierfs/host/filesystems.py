@@ -53,7 +53,8 @@ def filesystem_of(path: str | os.PathLike[str], *, mountinfo: str | None = None)
         fields = place.split(" ")
         if len(fields) > 4 and filesystem:  # noqa: PLR2004 - id, parent, device, root, mount point
             # A later mount hides an earlier one at the same point.
-            mounts[_unescaped(fields[4])] = filesystem.split(" ")[0]
+            point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4])
+            mounts[point] = filesystem.split(" ")[0]
     # resolve() also resolves the existing part of a path that does not exist.
     real = Path(path).resolve()
     return next((mounts[str(at)] for at in (real, *real.parents) if str(at) in mounts), UNKNOWN)
@@ -67,10 +68,6 @@ def is_network(filesystem: str) -> bool:
 def is_durable(filesystem: str) -> bool:
     """Return whether flushed data survives a crash of the host. False for an unknown type."""
     return filesystem in _DURABLE
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 def flush_directory(path: Path) -> None:

@@ -367,7 +367,7 @@ def _retry_after_s(error: BaseException) -> float | None:
 
 def _http_status(error: BaseException) -> int | None:
     """Return the error status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
-    if any(_is_http_processing_error(each) for each in (error, error.__cause__)):
+    if "HttpProcessingError" in {base.__name__ for each in (error, error.__cause__) for base in type(each).__mro__}:
         return None  # aiohttp's own 400, for an answer that is cut off or is not HTTP
     response = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -380,10 +380,6 @@ def _http_status(error: BaseException) -> int | None:
         if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the error statuses
             return int(text)
     return None
-
-
-def _is_http_processing_error(error: BaseException | None) -> bool:
-    return any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__)
 
 
 def _translate_status(status: int, reason: str, key: str, retry_after_s: float | None) -> TierfsError:

@@ -82,29 +82,23 @@ def init(
     location = replace(location, options={**location.options, **(options or {})})
     kind = DigestKind.from_label(digest)
     check_times(LEASE_S if lease_s is None else lease_s, grace_s)
-    known = _open_known(location)
-    if known is not None:
-        check_digests(known.descriptor, kind, known.url)
-        _check_times(known, lease_s, grace_s)
-        return known
-    try:
-        store = _init(location, kind, lease_s, grace_s)
-    except StoreError as error:
-        if not error.transient:
-            raise
-        raise _unknown_and_away(location.url, error) from error
-    _check_times(store, lease_s, grace_s)
-    return store
-
-
-def _check_times(store: Store, lease_s: int | None, grace_s: int | None) -> None:
+    store = _open_known(location)
+    if store is None:
+        try:
+            store = _init(location, kind, lease_s, grace_s)
+        except StoreError as error:
+            if not error.transient:
+                raise
+            raise _unknown_and_away(location.url, error) from error
     there = store.descriptor
+    check_digests(there, kind, store.url)
     if lease_s not in {None, there.lease_s} or grace_s not in {None, there.grace_s}:
         raise InvalidInputError(
             f"{store.url} is a store with a lease of {there.lease_s} s and a grace of {there.grace_s} s already: that cannot be "
             "changed",
             path=store.url,
         )
+    return store
 
 
 def _init(location: Location, kind: DigestKind, lease_s: int | None, grace_s: int | None) -> Store:
@@ -122,13 +116,9 @@ def _open_known(location: Location) -> Store | None:
     root = location.path
     opened = _opened(location, root)
     if opened is not None:
-        is_local = opened.descriptor.endpoint.host_local
+        look = partial(_is_there, location, root, opened)
         try:
-            if (
-                _is_there(location, root, opened)
-                if is_local
-                else within(LOOK_S, partial(_is_there, location, root, opened))
-            ):
+            if look() if opened.descriptor.endpoint.host_local else within(LOOK_S, look):
                 return opened
         except StoreError as error:
             if not error.transient:

@@ -161,14 +161,17 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     """
     directory = state_directory(options.state_dir)
     ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
-    nvme: str | float = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
+    nvme: str | float = "0" if host_local or process_local else read_budget(directory / "stores" / uuid) or NVME_SHARE
     if options.nvme is not None:
         nvme = options.nvme
     free_bytes = _free_bytes(directory)
     ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
     nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
-    ack, peers = Level.parse(options.ack) if options.ack else _default_ack(), _peers(options, free_bytes)
+    ack, peers = (
+        Level.parse(options.ack) if options.ack else (Level.OBJECT if spans_hosts() else Level.LOCAL),
+        _peers(options, free_bytes),
+    )
     if peers is not None and not (ram_bytes or nvme_bytes):
         raise InvalidInputError("peers= needs a ram or nvme tier on this host, and both are switched off")
     if ack is Level.PEER and peers is None:
@@ -318,20 +321,10 @@ def ranks_here() -> int:
     return max(int(said), 1) if said.isdigit() else 1
 
 
-def _default_ack() -> Level:
-    """Return ``local`` on one host. A job that spans hosts commits in the object tier, which all of them see."""
-    return Level.OBJECT if spans_hosts() else Level.LOCAL
-
-
 def spans_hosts() -> bool:
     """Return whether this process's torch job may run on several hosts, according to torchrun."""
     world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     return world is not None and world != (here or "1")
-
-
-def _default_nvme(directory: Path) -> str | int:
-    """Return the budget of the existing tier, or the share that sizes a new one."""
-    return read_budget(directory) or NVME_SHARE
 
 
 def _free_bytes(directory: Path) -> int:

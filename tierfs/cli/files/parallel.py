@@ -5,6 +5,7 @@ The threads of `tierfs.threads` transfer chunks. A task for a file waits for its
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,36 +41,25 @@ def run_in_parallel(
         for item in todo:
             task(item, stop)
         return
-    queue = iter(todo)
-    lock = threading.Lock()
+    done = itertools.count(1)
     errors: list[BaseException] = []
-    done = 0
 
-    def work() -> None:
-        nonlocal done
-        while not stop.is_set():
-            try:
-                with lock:
-                    item = next(queue)
-            except StopIteration:
-                return
-            try:
-                task(item, stop)
-            except Stopped:
-                return
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                errors.append(error)
-                stop.set()
-            with lock:
-                done += 1
-                if progress is not None:
-                    progress.note(f"{done} of {len(todo)}")
+    def work(item: _Item) -> None:
+        if stop.is_set():
+            return
+        try:
+            task(item, stop)
+        except Stopped:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            stop.set()
+        if progress is not None:
+            progress.note(f"{next(done)} of {len(todo)}")
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="tierfs-file") as pool:
-        futures = [pool.submit(work) for _ in range(min(FILES_AT_ONCE, len(todo)))]
         try:
-            for future in futures:
-                future.result()
+            list(pool.map(work, todo))
         finally:
             stop.set()
     if errors:

@@ -289,16 +289,14 @@ def any_place(text: str, *, write: bool = False, is_new: bool = False) -> Place:
 
 def requests_of(store: Store) -> dict[str, int]:
     """Count the requests that this process has sent to the store's object tier, by method."""
-    return {method: int(counts["requests"]) for method, counts in _requests(store).items()}
-
-
-def _requests(store: Store) -> dict[str, dict[str, float]]:
-    return dict(request_metrics(store.objects)["object_requests"])
+    counts = request_metrics(store.objects)["object_requests"]
+    return {method: int(count["requests"]) for method, count in counts.items()}
 
 
 def sent_bytes(store: Store) -> int:
     """Count the bytes that this process has sent to the store's object tier."""
-    return sum(int(counts["bytes"]) for name, counts in _requests(store).items() if name.startswith("put"))
+    counts = request_metrics(store.objects)["object_requests"]
+    return sum(int(count["bytes"]) for method, count in counts.items() if method.startswith("put"))
 
 
 def named_path(place: StorePlace, text: str) -> str:

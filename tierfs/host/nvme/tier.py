@@ -185,7 +185,12 @@ class NvmeTier:
             seqs = self._write_ids
             fresh = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
             away = {name for name in elsewhere if not self.has(name)}
-            self._store([each._replace(names=_those_not(each.names, away)) for each in fresh.values()])
+            self._store(
+                [
+                    each._replace(names=tuple(name for name in dict.fromkeys(each.names) if name not in away))
+                    for each in fresh.values()
+                ]
+            )
             self._change()
             return [seqs[draft.write_id] for draft in drafts]
 
@@ -389,7 +394,3 @@ class NvmeTier:
             )
         fallbacks = dict(self.fallbacks + self._chunks.files.fallbacks)
         return NvmeUsage(self._budget_bytes, used, used - clean, clean, *counts, self._is_durable, fallbacks)
-
-
-def _those_not(names: Sequence[bytes], away: Collection[bytes]) -> tuple[bytes, ...]:
-    return tuple(name for name in dict.fromkeys(names) if name not in away)

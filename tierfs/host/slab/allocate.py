@@ -92,13 +92,8 @@ def _have_huge(memory: memoryview, at: int, length: int) -> None:
     whole = length // HUGE_BYTES * HUGE_BYTES
     # The kernel collapses only ranges with at least one page in them.
     has_pages = all(populate(memory, begin, PAGE_BYTES) for begin in range(at, at + whole, HUGE_BYTES))
-    if whole and has_pages and (number := _collapse(_address(memory) + at, whole)):
-        _say_small(number)
-
-
-def _collapse(begin: int, length: int) -> int:
-    """Return the errno; 0 for success."""
-    return ctypes.get_errno() if _libc.madvise(begin, length, MADV_COLLAPSE) else 0
+    if whole and has_pages and _libc.madvise(_address(memory) + at, whole, MADV_COLLAPSE):
+        _say_small(ctypes.get_errno())
 
 
 def populate(memory: memoryview, at: int, length: int) -> bool:

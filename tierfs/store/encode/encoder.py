@@ -199,7 +199,7 @@ class Encoder:
             context = replace(context, base=None)  # no allowed codec would use it
         is_raw, begun = self._is_raw(pressure), self._clock.monotonic()
         if is_raw:
-            encoded = Encoded([_raw_block(block) for block in blocks_of(raw)])
+            encoded = Encoded([EncodedBlock(Codec.STORE, Reason.LINK_IS_FASTER, block) for block in blocks_of(raw)])
         else:
             encoded = self._derive(raw, sources, into, bases) or self._encode_chosen(raw, context, into, bases)
         now = self._clock.monotonic()
@@ -354,7 +354,3 @@ def _plan(choice: Choice, base: memoryview | None) -> BlockPlan:
         return BlockPlan(choice.delta, Reason.DELTA, base)
     is_too_large = choice.delta is None and choice.delta_ratio is not None
     return BlockPlan(choice.static, Reason.DELTA_TOO_LARGE if is_too_large else Reason.NO_BASE)
-
-
-def _raw_block(block: memoryview) -> EncodedBlock:
-    return EncodedBlock(Codec.STORE, Reason.LINK_IS_FASTER, block)

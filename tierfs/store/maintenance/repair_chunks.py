@@ -224,10 +224,6 @@ class Healer:
         return True
 
 
-def _length_of(envelope: Envelope, index: int) -> int:
-    return min(BLOCK_BYTES, envelope.raw_length - index * BLOCK_BYTES)
-
-
 def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | None:
     """Read the bytes that a block is encoded against; ``None`` if it has no base."""
     codec = envelope.blocks[index].codec
@@ -237,7 +233,7 @@ def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | Non
     if not factor:
         return None
     begin = index * BLOCK_BYTES * factor
-    out = memoryview(bytearray(_length_of(envelope, index) * factor))
+    out = memoryview(bytearray(min(BLOCK_BYTES, envelope.raw_length - index * BLOCK_BYTES) * factor))
     at = 0
     for base in envelope.bases:
         low, high = max(begin, at), min(begin + len(out), at + base.length)
