@@ -61,6 +61,10 @@ def new(disk):
     return make
 
 
+def _as_bytes(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
 def plain_gradients():
     model = new_model()
     torch.manual_seed(3)
@@ -93,6 +97,51 @@ def test_gradients_are_equal_bit_for_bit(device, new, ram):
     assert stats["ram_bytes_max"] <= int(ram[:-3]) * MIB
     assert bool(stats["moved_bytes"].get("write")) == (ram != "64MiB")
     assert stats["failures"] == {}
+
+
+KINDS = {
+    "transposed": lambda: torch.randn(64, 32).t(),
+    "every second": lambda: torch.randn(128, 64)[3::2, 1:],
+    "overlapping": lambda: torch.randn(5000).as_strided((100, 50), (1, 1)),
+    "expanded": lambda: torch.randn(3, 1, 5).expand(3, 1000, 5),
+    "bool": lambda: torch.rand(64, 64) > 0.5,
+    "complex": lambda: torch.randn(64, 64, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(64, 64, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(64, 64, dtype=torch.complex64).conj().imag,
+    "float8": lambda: torch.randn(64, 64).to(torch.float8_e4m3fn),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(64, 64), 0.1, 3, torch.qint8),
+    "odd offset": lambda: torch.arange(1001).to(torch.uint8)[3:],
+    "scalar": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz")  # torch announces the end of quantized tensors
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_any_kind_come_back_as_they_were(device, new, kind):
+    wanted, others = KINDS[kind](), [torch.randn(64, 64) for _ in range(6)]
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, *tensors):
+            context.save_for_backward(*tensors)
+            return x * 2
+
+        @staticmethod
+        def backward(context, gradient):
+            found.extend(context.saved_tensors[:2])
+            return gradient, *[None] * len(context.saved_tensors)
+
+    found = []
+    with new("64KiB", min_bytes=0):
+        loss = Saves.apply(torch.ones(1, requires_grad=True), wanted, wanted, *others)
+    loss.backward()
+    for one in found:
+        assert (one.dtype, one.shape, one.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+        if wanted.is_quantized:
+            assert torch.equal(one.int_repr(), wanted.int_repr())
+        else:
+            assert torch.equal(_as_bytes(one), _as_bytes(wanted))
 
 
 def test_tensors_that_share_a_storage_are_offloaded_once(device, new):
@@ -198,6 +247,43 @@ def test_a_kill_during_a_spill_leaves_no_file(disk):
     child.wait()
     child.stdout.close()
     assert list(disk.iterdir()) == []
+
+
+def test_a_forked_process_must_make_its_own(disk):
+    # In a process of its own: torch's threads do not survive a fork.
+    code = """
+        import os, sys, torch
+        sys.path.insert(0, "tests")
+        from support.activation_models import batch, new_model
+        from tierfs.errors import InvalidInputError
+        from tierfs.experimental.activations import Activations
+        torch.set_num_threads(1)
+
+        def make():
+            return Activations("1MiB", "64MiB", min_bytes="64KiB", directory=sys.argv[1])
+
+        def step(activations):
+            with activations:
+                loss = new_model()(batch())
+            return loss
+
+        activations = make()
+        loss = step(activations)
+        child = os.fork()
+        if not child:
+            code = 0
+            for use in (lambda: step(activations), loss.backward):
+                try:
+                    use()
+                    code = 1
+                except InvalidInputError:
+                    pass
+            step(make()).backward()
+            os._exit(code)
+        loss.backward()
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), disk], check=True, timeout=120)
 
 
 def test_a_thousand_steps_leave_nothing(new):
@@ -399,3 +485,8 @@ def test_the_choice_follows_the_links():
 def test_a_directory_in_memory_is_refused():
     with pytest.raises(InvalidInputError, match="give a directory= on a disk"):
         Activations("1GiB", "1GiB", directory=f"/dev/shm/tierfs-activations-{time.time_ns()}")
+
+
+def test_a_budget_below_the_smallest_tensor_is_refused():
+    with pytest.raises(InvalidInputError, match="has no room for a tensor of min_bytes='4MiB'"):
+        Activations("1MiB")

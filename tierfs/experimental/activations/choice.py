@@ -61,8 +61,7 @@ class KeepChoice:
         self._steps += 1
         if self._steps != LEARN_STEPS or not records:
             return
-        moved_s = self._regions.moved_s
-        cost = {step: moved_s[step] / moved for step, moved in self._regions.moved_bytes.items() if moved}
+        cost = {step: self._regions.moved_s[step] / moved for step, moved in self._regions.moved_bytes.items() if moved}
         choose(records, self._regions.memory.size, cost)
         self._learnt = records
         kept = [record.length for record in records if record.is_kept]

@@ -67,6 +67,8 @@ class Activations(saved_tensors_hooks):  # type: ignore[misc]  # torch's classes
     ) -> None:
         if keep not in {"auto", "none"}:
             raise InvalidInputError(f"keep={keep!r}: must be 'auto' or 'none'")
+        if parse_size(ram) < max(parse_size(min_bytes), 1):
+            raise InvalidInputError(f"ram={ram!r} has no room for a tensor of min_bytes={min_bytes!r}: give more")
         place = Path(directory) if directory else state_directory() / "activations"
         if parse_size(nvme) and filesystem_of(place) in {"tmpfs", "ramfs"}:
             raise InvalidInputError(f"{place} lies in memory: give a directory= on a disk", path=str(place))
@@ -165,7 +167,8 @@ def _why_kept(tensor: torch.Tensor, min_bytes: int) -> str:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
         return "parameter"
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return "unusual"
     if tensor.nbytes < max(min_bytes, 1):
         return "small"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import threading
 import time
 import weakref
@@ -22,12 +23,12 @@ import torch
 from tierfs.buffers import fresh
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.drain import Drain, Pins
-from tierfs.errors import CapacityError, StoreError, TierfsError
+from tierfs.errors import CapacityError, InvalidInputError, StoreError, TierfsError
 from tierfs.experimental.activations.memory import Part, Space, SpillFile
 from tierfs.host.slab.table import padded
 
-AHEAD = 2
-"""Number of regions that are brought back ahead of the one that is needed."""
+AHEAD, LOOK = 2, 64
+"""Number of regions that are brought back ahead of the one that is needed, among so many that were saved before it."""
 SPILL_FROM = 0.75
 """Above this share of the RAM budget, the oldest region is written to the disk, so that the next one need not wait."""
 _THREADS = {"drain": 1, "write": 2, "read": AHEAD, "rise": 0}  # reading goes on to rise
@@ -70,15 +71,12 @@ class Regions:
         self.failures, self._busy = Counter[str](), Counter[str]()
         self._file, self._can_write = file, file.size > 0
         self._spilling_bytes = self._draining = self._seq = 0
+        self._oldest, self._process = 0, os.getpid()  # no region before `_oldest` is written any more
         self._changed = threading.Condition(threading.RLock())
-        self._alive: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()  # by seq, ascending
+        self._alive: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()  # by seq
         self._drains: dict[tuple[int, str], Drain] = {}
         self._pinned: torch.Tensor | None = None  # the budget's memory, once a GPU needs it
-        self._threads = {
-            step: ThreadPoolExecutor(count, thread_name_prefix=f"tierfs-activations-{step}")
-            for step, count in _THREADS.items()
-            if count
-        }
+        self._threads = {step: ThreadPoolExecutor(n, f"tierfs-activations-{step}") for step, n in _THREADS.items() if n}
 
     def hold(self, source: torch.Tensor, accelerator: Accelerator | None, kept: str = "", note: Any = None) -> Region:
         """Take over bytes, uint8 of one dimension, which must not change. They lie on a GPU, or in host memory.
@@ -86,12 +84,12 @@ class Regions:
         Blocks while older regions are written to the disk, if the budget needs that. With ``kept``, and without room,
         the bytes stay where they are.
         """
+        self._check_process()
         with self._changed:
             slot = None if kept else self._room_for(source.numel())
             region = Region(source, accelerator, kept or ("" if slot else "no room"), note)
             region.seq, region.slot = self._seq, slot
-            self._alive[self._seq] = region
-            self._seq += 1
+            self._alive[region.seq], self._seq = region, region.seq + 1
             if accelerator is not None and slot is not None:
                 self._draining += 1
                 captured = accelerator.record(accelerator.current())
@@ -105,6 +103,7 @@ class Regions:
             StoreError: The bytes cannot be read or copied.
             CapacityError: The GPU has no memory left.
         """
+        self._check_process()
         begun = time.monotonic()
         with self._changed:
             on_host = region.accelerator is None and region.place in {Place.RAM, Place.SPILLING}
@@ -114,11 +113,8 @@ class Regions:
                 self._bring(region, is_needed=True)
             self._bring_ahead(region.seq)
             job = region.job
-        try:
-            if job is not None:
-                job.result()
-        except _FAILURES as error:
-            region.job = None
+        error = job.exception() if job is not None else None
+        if error is not None:
             raise StoreError(
                 f"{region.length} bytes that the backward pass needs are lost: {error}; run the step again", tier="nvme"
             ) from error
@@ -132,6 +128,10 @@ class Regions:
         with self._changed:
             counts = {"moved_bytes": dict(self.moved_bytes), "failures": dict(self.failures), "waited_s": self.waited_s}
             return {**counts, "ram_bytes_max": self.memory.most_bytes, "disk_bytes": self._file.taken_bytes}
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise InvalidInputError("this process was forked after these Activations were made: make others in it")
 
     def _room_for(self, length: int) -> Part | None:
         begun, memory, slot = time.monotonic(), self.memory, None
@@ -149,8 +149,11 @@ class Regions:
 
     def _spill_oldest(self) -> bool:
         """Begin to write the oldest region in RAM to the disk. Return False if there is none, or no room."""
-        region = next((one for one in list(self._alive.values()) if one.place is Place.RAM), None)
-        if region is None or not self._can_write:
+        region = self._alive.get(self._oldest)
+        while self._oldest < self._seq and (region is None or region.place not in {Place.DEVICE, Place.RAM}):
+            self._oldest += 1
+            region = self._alive.get(self._oldest)
+        if region is None or region.place is Place.DEVICE or not self._can_write:
             return False
         region.extent = self._file.take(region.length)
         if region.extent is None:
@@ -197,19 +200,17 @@ class Regions:
             if region is not None and region.place is Place.SPILLING and is_done:
                 region.bytes, region.slot, region.place = region.bytes[:0].clone(), None, Place.DISK
             elif region is not None:
-                region.extent = None
-                region.place = Place.RAM if region.place is Place.SPILLING else region.place
+                region.extent, region.place = None, Place.RAM if region.place is Place.SPILLING else region.place
             self._changed.notify_all()
 
     def _bring_ahead(self, seq: int) -> None:
         """Begin to bring back the regions that were saved last before this one."""
-        alive = [one for one in list(self._alive.values()) if one.seq < seq]
-        ahead = sum(one.place is Place.COMING for one in alive)
-        for region in reversed(alive):
+        ahead = 0
+        for region in filter(None, map(self._alive.get, range(seq - 1, max(seq - LOOK, 0) - 1, -1))):
             is_away = region.place is Place.DISK or (region.accelerator is not None and region.place is Place.RAM)
-            if ahead >= AHEAD or (is_away and not self._bring(region, is_needed=False)):
+            if ahead == AHEAD or (is_away and not self._bring(region, is_needed=False)):
                 break
-            ahead += is_away
+            ahead += region.place is Place.COMING
 
     def _bring(self, region: Region, *, is_needed: bool) -> bool:
         """Begin to bring a region back. Return False if there is no room, and it is not needed now."""
@@ -250,8 +251,6 @@ class Regions:
                     self._copy(region.accelerator, "up", ready, target, host)
         except _FAILURES as error:
             self._fail("read", f"tensors cannot be read back: {error}")
-            with self._changed:
-                region.place, region.slot = (Place.RAM, region.slot) if extent is None else (Place.DISK, None)
             raise
         with self._changed:
             region.bytes, region.slot = (host, region.slot) if target is None else (target, None)
