@@ -461,7 +461,9 @@ def test_a_resume_whose_steps_came_out_otherwise_is_not_proven(root):
     assert training.content() == straight(steps=STOPPED)[1]
 
 
-def test_commands_show_the_log(root, capsys):
+@pytest.mark.parametrize("below", ["/run", ""])
+def test_commands_show_the_log(root, below, capsys):
+    root = root.removesuffix("/run") + below
     with manager(root, Every(steps=5)) as run:
         train(run, Training(), range(8))
     url = root.removeprefix("tierfs::")

@@ -127,8 +127,9 @@ def candidates(store: Store, path: str) -> list[Candidate]:
         directory, _, name = entry.path.rpartition("/")
         if entry.is_directory:
             continue
-        if f"/{DIRECTORY}/" in directory:
-            logs.setdefault(directory.rpartition(f"/{DIRECTORY}/")[0], []).append(entry.path)
+        above, slash, _ = f"/{directory}".rpartition(f"/{DIRECTORY}/")
+        if slash:
+            logs.setdefault(above[1:], []).append(entry.path)
             continue
         listed.setdefault(directory, {})[name] = entry
         if directory.rpartition("/")[2] == PENDING and is_save_id(name):
