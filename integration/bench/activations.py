@@ -1,4 +1,4 @@
-"""A training step with its activations kept, on the host by ``save_on_cpu``, and offloaded by `Activations`.
+"""A training step with its activations kept, on the host by ``save_on_cpu``, offloaded by `Activations`, or recomputed.
 
 ``python integration/bench/activations.py`` takes about a minute on two cores, and 400 MiB of disk. All ways train the
 same model in turn, and their gradients are compared. With a GPU (``--device cuda``), peaks are those of torch's
@@ -8,6 +8,7 @@ allocator. Without one, a fake GPU has all tensors: its peak is counted, and ``s
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import statistics
 import sys
@@ -82,18 +83,21 @@ def main() -> int:
             "ram": Activations("2GiB", min_bytes=given.min_bytes),
             "nvme": Activations(given.ram, **disk),
             "nvme, auto": Activations(given.ram, keep="auto", **disk),
+            "nvme, wrapped": Activations(given.ram, **disk),
         }
+        models = dict.fromkeys(ways, model) | {"nvme, wrapped": copy.deepcopy(model)}
+        ways["nvme, wrapped"].wrap(models["nvme, wrapped"].layers)
         took_s: dict[str, list[float]] = {way: [] for way in ways}
         wrong = 0
         for number in range(given.rounds + 3):  # three steps to learn and to warm up
             wanted = None
             for way, offload in ways.items():
-                seconds = step(model, x, offload, is_on_gpu=is_on_gpu)
+                seconds = step(models[way], x, offload, is_on_gpu=is_on_gpu)
                 took_s[way] += [seconds] if number > 2 else []
-                grads = [parameter.grad.clone() for parameter in model.parameters()]
+                grads = [parameter.grad.clone() for parameter in models[way].parameters()]
                 wanted = wanted or grads
                 wrong += not all(torch.equal(found, other) for found, other in zip(grads, wanted, strict=True))
-        peaks = {way: peak_of(model, x, offload, is_on_gpu=is_on_gpu) for way, offload in ways.items()}
+        peaks = {way: peak_of(models[way], x, offload, is_on_gpu=is_on_gpu) for way, offload in ways.items()}
         stats = {way: offload.stats() for way, offload in ways.items() if isinstance(offload, Activations)}
     aims = Aims()
     medians = {way: statistics.median(seconds) for way, seconds in took_s.items()}
