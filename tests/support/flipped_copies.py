@@ -8,8 +8,9 @@ import fcntl
 import os
 import struct
 
-SEALED, CLEAN = 2, 3
+SEALED, CLEAN = 0xE3, 0xFC
 CHUNK, DRAFT = 1, 2
+HEAD_USED_BYTES = 77
 HEAD_BYTES, META_BYTES, HEADS_AT, PAGE = 96, 928, 4096, 4096
 
 
@@ -21,7 +22,10 @@ def flip_bit(descriptor, at, bit):
 
 
 def find_slot(descriptor, state, kind, name=None, meta=None):
-    """Return offset and length of the data in a slot with this name, or with this metadata. None if there is none."""
+    """Return offset and length of the data in a slot with this name or this metadata, and the offset of its head.
+
+    None if there is no such slot.
+    """
     header = os.pread(descriptor, 512, 0)
     if header[:8] != b"TFSSLAB1":
         return None
@@ -34,14 +38,14 @@ def find_slot(descriptor, state, kind, name=None, meta=None):
         if tuple(heads[at : at + 3]) != (state, kind, 0):
             continue
         if name is not None and heads[at + 45 : at + 44 + name_length] == name:
-            return struct.unpack_from("<QQ", heads, at + 16)
+            return *struct.unpack_from("<QQ", heads, at + 16), HEADS_AT + at
         if meta is not None and os.pread(descriptor, len(meta), metas_at + number * META_BYTES) == meta:
-            return struct.unpack_from("<QQ", heads, at + 16)
+            return *struct.unpack_from("<QQ", heads, at + 16), HEADS_AT + at
     return None
 
 
-def flip_in_ram(segments, where, *slot, **about):
-    """Flip a bit of a slot in shared memory. The lock keeps others from using the slot anew meanwhile.
+def flip_in_ram(segments, where, *slot, in_head=False, **about):
+    """Flip a bit of a slot's data, or its head, in shared memory. The lock keeps others from using the slot anew.
 
     Returns:
         A function that tells whether the damaged copy is still used; None if there is no such slot.
@@ -51,7 +55,8 @@ def flip_in_ram(segments, where, *slot, **about):
             fcntl.flock(file, fcntl.LOCK_EX)
             found = find_slot(file.fileno(), *slot, **about)
             if found is not None:
-                flip_bit(file.fileno(), found[0] + int(where * found[1]), int(where * 1000) % 8)
+                start, length = (found[2], HEAD_USED_BYTES) if in_head else found[:2]
+                flip_bit(file.fileno(), start + int(where * length), int(where * 1000) % 8)
                 return lambda: has_slot(path, found, *slot, **about)
     return None
 
@@ -60,6 +65,16 @@ def has_slot(path, place, *slot, **about):
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return find_slot(file.fileno(), *slot, **about) == place
     return False
+
+
+def flip_nvme_drafts(state, where):
+    """Flip a bit of the newest batch of drafts in the nvme tier. Its flusher must be stopped. Return whether there is one."""
+    batches = sorted(state.glob("stores/*/nvme/drafts/*-*"))
+    if not batches:
+        return None
+    with batches[-1].open("r+b", buffering=0) as file:
+        flip_bit(file.fileno(), int(where * os.fstat(file.fileno()).st_size), int(where * 1000) % 8)
+    return True
 
 
 def flip_nvme_file(state, where, digest):

@@ -415,7 +415,7 @@ def test_a_cached_look_is_renewed_after_the_writer_was_killed(segment, reader):
     assert reader.find(b"a") is None
     # The state is written and the counter is odd, as if the writer had been killed in between.
     table(segment).changes[0] += 1
-    table(segment).state[slot.index] = SlotState.SEALED
+    table(segment).set_state(slot.index, SlotState.SEALED)
     assert reader.find(b"a") is not None
     assert reader.changes % 2 == 0
 
@@ -508,7 +508,7 @@ def test_marks_of_one_process_leave_reused_slots_alone(folder):
     try:
         deadline = time.monotonic() + 0.7
         cleaned = 0
-        states = table(segment).state
+        states = table(segment).heads["state"]
         while time.monotonic() < deadline:
             slot = take(segment, 10)
             assert states[slot.index] == SlotState.FILLING
@@ -606,12 +606,25 @@ def test_slots_that_make_no_sense_are_passed_over_with_a_warning(segment, caplog
     heads["length"][slots[1].index] = 1 << 60
     heads["name_length"][slots[2].index] = 200
     heads["kind"][slots[3].index] = 77
-    heads["state"][slots[4].index] = 99
+    heads["state"][slots[4].index] = 0x0A  # two bits from any state
     reader = Segment.attach(segment.path)
     assert [slot.name for slot in reader.slots()] == [b"a"]
     assert reader.find(b"1") is None
     assert len(caplog.records) == 1
     assert "5 slots" in caplog.text
+
+
+@pytest.mark.parametrize("state", [SlotState.SEALED, SlotState.CLEAN])
+def test_a_flipped_bit_of_a_state_is_corrected(segment, state):
+    slot = put(segment, b"a")
+    if state is SlotState.CLEAN:
+        assert segment.mark(slot, state)
+    heads = table(segment).heads
+    for bit in range(8):
+        heads["state"][slot.index] = state ^ 1 << bit
+        assert [(each.name, each.state) for each in Segment.attach(segment.path).slots()] == [(b"a", state)]
+        assert segment.is_still(slot)
+        assert segment.is_dirty() is (state is SlotState.SEALED)
 
 
 def test_a_closed_segment_holds_nothing_and_no_memory(folder):

@@ -296,7 +296,7 @@ class Segment:
         with self._lock.held():
             self._check_filling(slot)
             with changing(table):
-                table.state[index] = state
+                table.set_state(index, state)
             self._own().shrink(index, slot.offset, length)
         return replace(slot, state=state, name=name, length=length, stamp_ns=stamp_ns)
 
@@ -314,7 +314,7 @@ class Segment:
             if not self._is(slot, {SlotState.CLEAN} if only_clean else {*DATA_STATES, SlotState.FILLING}):
                 return False
             with changing(self._table):
-                self._table.state[slot.index] = SlotState.FREE
+                self._table.set_state(slot.index, SlotState.FREE)
             allocator.give(slot.index, slot.offset)
         return True
 
@@ -342,10 +342,10 @@ class Segment:
             if self._shed_at == int(table.changes[0]):
                 return
             self.retired = True
-            clean = table.state == SlotState.CLEAN
+            clean = table.states() == SlotState.CLEAN
             if clean.any():
                 with changing(table):
-                    table.state[clean] = SlotState.FREE
+                    table.set_state(clean, SlotState.FREE)
             try:
                 for begin, end in table.unused():
                     give_up(self._open().number, begin, end)
@@ -374,12 +374,13 @@ class Segment:
         table, wanted = self._table, np.zeros(self._table.layout.slots, np.bool_)
         wanted[sorted(needed)] = True
         with self._lock.held():
-            chunks = (table.state == SlotState.SEALED) & (table.kind == SlotKind.CHUNK)
-            useless = (table.state == SlotState.FILLING) | (chunks & ~wanted)
+            states = table.states()
+            chunks = (states == SlotState.SEALED) & (table.kind == SlotKind.CHUNK)
+            useless = (states == SlotState.FILLING) | (chunks & ~wanted)
             freed = sum(padded(max(int(length), 1)) for length in table.length[useless])
             if freed:
                 with changing(table):
-                    table.state[useless] = SlotState.FREE
+                    table.set_state(useless, SlotState.FREE)
         return freed
 
     def slots(self, *, kind: SlotKind | None = None, states: Collection[SlotState] | None = None) -> list[Slot]:
@@ -476,7 +477,7 @@ class Segment:
             if not self._is(slot, before):
                 return False
             with changing(self._table):
-                self._table.state[slot.index] = state
+                self._table.set_state(slot.index, state)
         return True
 
     def hide(self, slot: Slot) -> bool:
@@ -554,7 +555,7 @@ class Segment:
         if slot.index >= table.layout.slots:
             return False
         # Read the state first: if the serial is unchanged after that, the state belongs to this use of the slot
-        return int(table.state[slot.index]) in states and int(table.serial[slot.index]) == slot.serial
+        return table.state(slot.index) in states and int(table.serial[slot.index]) == slot.serial
 
     def _current_view(self) -> TableView:
         view, table = self._view, self._table

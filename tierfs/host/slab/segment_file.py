@@ -29,7 +29,7 @@ from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
 
 MAGIC = b"TFSSLAB1"
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
-VERSION = 1
+VERSION = 2
 _FIXED = struct.Struct("<8sIIQQQQ16s16s16sQ")
 _CHECKSUM_BYTES = 16
 _NAME = re.compile(r"([0-9a-f]{8})-([0-9a-f]{16})-([0-9]+)\.(slab|slab\.new)")

@@ -43,16 +43,19 @@ SLOTS_MAX = 8192
 
 
 class SlotState(enum.IntEnum):
-    """Whether the content of a slot is complete, and whether another tier has it."""
+    """Whether the content of a slot is complete, and whether another tier has it.
 
-    FREE = 0
-    FILLING = 1
+    The values differ from each other in three bits at least, so that a state with one flipped bit is recognized.
+    """
+
+    FREE = 0x00
+    FILLING = 0x1F
     """Allocated and being written. No process reads it."""
-    SEALED = 2
+    SEALED = 0xE3
     """Dirty: complete, and not known to be in another tier."""
-    CLEAN = 3
+    CLEAN = 0xFC
     """Complete, and safe in another tier. May be evicted at any time."""
-    CONFLICT = 4
+    CONFLICT = 0x55
     """Complete, and refused by the object tier. Kept until the user decides."""
 
 
@@ -66,6 +69,10 @@ class SlotKind(enum.IntEnum):
 DIRTY_STATES = frozenset({SlotState.SEALED, SlotState.CONFLICT})
 DATA_STATES = frozenset({SlotState.SEALED, SlotState.CLEAN, SlotState.CONFLICT})
 
+_STATES = frozenset(SlotState)
+_CORRECTED = np.array(
+    [next((state for state in SlotState if (state ^ byte).bit_count() <= 1), byte) for byte in range(256)], np.uint8
+)
 _HEAD = np.dtype(
     {
         "names": [
@@ -111,7 +118,7 @@ class SlotRow(NamedTuple):
     def is_sound(self, layout: Layout) -> bool:
         """Return whether the fields are possible values within this layout."""
         return (
-            self.state <= SlotState.CONFLICT
+            self.state in _STATES
             and self.kind in {SlotKind.CHUNK, SlotKind.DRAFT}
             and self.name_length <= NAME_BYTES_MAX
             and self.meta_length <= META_BYTES_MAX
@@ -198,7 +205,7 @@ class Table:
         )
         self.changes: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=CHANGES_AT)
         self.owner: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=OWNER_AT)
-        self.state: npt.NDArray[np.uint8] = self.heads["state"]
+        self._state: npt.NDArray[np.uint8] = self.heads["state"]
         self.kind: npt.NDArray[np.uint8] = self.heads["kind"]
         self.hidden: npt.NDArray[np.uint8] = self.heads["hidden"]
         self.serial: npt.NDArray[np.uint64] = self.heads["serial"]
@@ -214,12 +221,23 @@ class Table:
 
     def row(self, index: int) -> SlotRow:
         """Return the current head of a slot."""
-        return SlotRow._make(self.heads[index].tolist())
+        row = SlotRow._make(self.heads[index].tolist())
+        return row._replace(state=int(_CORRECTED[row.state]))
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """Return a copy of the slots' states."""
+        return _CORRECTED[self._state]
+
+    def state(self, index: int) -> int:
+        return int(_CORRECTED[self._state[index]])
+
+    def set_state(self, which: int | npt.NDArray[np.bool_], state: SlotState) -> None:
+        self._state[which] = state
 
     def begin(self, index: int, *, kind: SlotKind, serial: int, offset: int, length: int, used_s: int) -> None:
         """Turn a free slot into one that is being filled."""
         self.heads[index] = (SlotState.FREE, kind, 0, 0, 0, serial, offset, length, 0, used_s, b"")
-        self.state[index] = SlotState.FILLING
+        self.set_state(index, SlotState.FILLING)
 
     def describe(self, index: int, name: bytes, meta: bytes, *, length: int, stamp_ns: int, used_s: int) -> None:
         """Write the head fields and the metadata of a slot that has been filled. Its state does not change."""
@@ -239,7 +257,7 @@ class Table:
 
     def sums(self) -> Sums:
         """Return the allocated bytes by state. Approximate while other processes change the table."""
-        states = self.state.copy()
+        states = self.states()
         pages = (self.length.astype(np.int64) + (PAGE_BYTES - 1)) // PAGE_BYTES
 
         def total(wanted: Iterable[int]) -> int:
@@ -251,7 +269,7 @@ class Table:
         """Return (begin, end) of the page ranges that only free slots use; an empty list if a slot is damaged."""
         layout = self.layout
         used = [(0, layout.metas_at)]
-        for index in np.nonzero(self.state)[0].tolist():
+        for index in np.nonzero(self.states())[0].tolist():
             row = self.row(index)
             if not row.is_sound(layout):
                 return []
@@ -265,7 +283,8 @@ class Table:
         return found
 
     def has(self, states: Iterable[int]) -> bool:
-        return any(bool((self.state == state).any()) for state in states)
+        there = self.states()
+        return any(bool((there == state).any()) for state in states)
 
 
 def padded(length: int) -> int:

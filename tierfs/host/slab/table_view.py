@@ -47,7 +47,7 @@ class TableView:
         before = int(table.changes[0])
         if before % 2 and not stable:
             return False
-        state, hidden, serial = table.state.copy(), table.hidden.copy(), table.serial.copy()
+        state, hidden, serial = table.states(), table.hidden.copy(), table.serial.copy()
         differs = (state != self._state) | (hidden != self._hidden) | (serial != self._serial)
         rows = {index: table.row(index) for index in np.nonzero(differs)[0].tolist()}
         if not stable and int(table.changes[0]) != before:
