@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
-from support.tiered import content, save_at
+from support.tiered import MIB, Gate, Host, content, save_at
 from support.waiting import HANG_S, until
 
-from tierfs.errors import ConflictError, StoreError
+from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.scan import PendingScan
@@ -18,7 +18,39 @@ from tierfs.format.keys import record_key
 from tierfs.format.manifest import Tombstone
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.store import delete, discard_conflict, load, save, status, wait
+from tierfs.store import delete, discard_conflict, load, save, stat, status, wait
+
+
+class OldReads(Gate):
+    """An object tier that still returns what was at a key before its last put."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.past = {}
+
+    def put(self, key, data, **how):
+        with contextlib.suppress(NotFoundError):
+            self.past[key] = super().read(key, MIB)
+        return super().put(key, data, **how)
+
+    def read(self, key, limit):
+        return self.past.get(key) or super().read(key, limit)
+
+    def head(self, key):
+        return self.past[key][1] if key in self.past else super().head(key)
+
+
+def test_an_old_answer_about_the_flushers_own_record_is_no_conflict(tmp_path, root, descriptor):
+    host = Host(tmp_path, OldReads(root), descriptor)
+    save_at(host.store, "a", b"one", Level.OBJECT)
+    with host.held("put"):
+        save(host.store, "a", b"two")
+        delete(host.store, "a")
+    wait(host.store, "a", Level.OBJECT)
+    host.close()
+    host.objects.past.clear()
+    with pytest.raises(NotFoundError):
+        stat(host.plain(), "a")
 
 
 def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monkeypatch):

@@ -23,7 +23,7 @@ from tierfs.store.read.lookup import find_chunk
 from tierfs.store.read_back import is_sound, replaced_chunks
 from tierfs.store.status import request_metrics
 from tierfs.store.store import Store
-from tierfs.store.tree.records import Observed, observe, publish
+from tierfs.store.tree.records import Observed, last_seen, observe, publish
 from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.preconditions import ensure_chunks_durable
 
@@ -182,8 +182,10 @@ class StorePublisher:
         if draft.base.write_id is None:
             version = None if draft.base.version is None else Version(draft.base.version)
             return Observed(draft.path, keys.record_key(draft.path), None, version)
-        # The base was a draft of this host, which is published now. The record's version is unknown until observed.
-        there = observe(store, draft.path)
+        # The base was a draft of this host, which is published now. Usually this process did that, and knows its version.
+        there = last_seen(store, draft.path)
+        if there.record is None or there.record.write_id != draft.base.write_id:
+            there = observe(store, draft.path)
         found = there.record.write_id if there.record is not None else None
         if found == draft.write_id:
             return None
