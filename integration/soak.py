@@ -35,6 +35,8 @@ from support.killing import Child, Zygote
 from support.promises import BrokenPromiseError, Model
 
 import tierfs
+from tierfs.session import parse_url
+from tierfs.session.open import open_bare
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 PROGRAM = Path(__file__).with_name("soak_work.py")
@@ -71,11 +73,18 @@ class Host:
         self.slots = [Slot(self, each) for each in range(slots)]
         self.flusher = self.mount = self.due_at = None
         self.is_older_due = self.has_conflicts = False
+        # Nothing can be written to the directory itself while the mount is away.
+        mount_small(self.mounted, "64k")
+        self.mounted /= "at"
+        self.mounted.mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(self.mounted.parent)], check=True)
         self.make()
 
-    def make(self):
-        for path in (self.state, self.shm, self.mounted):
-            path.mkdir(mode=0o700, exist_ok=True)
+    def make(self, *paths):
+        """Mount new filesystems for the state directory and the segments."""
+        for path in paths or (self.state, self.shm):
+            unmount(path)
+            mount_small(path, "64m" if path == self.shm else "160m")
 
 
 def runs(child):
@@ -92,8 +101,14 @@ def full_name(slot, name):
     return name[1:] if name and name.startswith("/") else f"{slot.directory}/{name}"
 
 
-def unmount(host):
-    subprocess.run(["umount", "-l", str(host.mounted)], check=False, capture_output=True)
+def unmount(path):
+    subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
+
+
+def mount_small(path, size):
+    """Mount a filesystem of its own, so that it can be full."""
+    path.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,size={size}", "tierfs-soak", str(path)], check=True)
 
 
 def bytes_below(directory):
@@ -111,7 +126,8 @@ class World:
 
     def __init__(self, base, log, given, resources):
         self.base, self.log, self.given = base, log, given
-        self.url, self.proxy, self.endpoints = f"file://{base}/store", None, ("", "")
+        self.url, self.proxy, self.endpoints = f"file://{base}/disk/store", None, ("", "")
+        mount_small(base / "disk", "128m")
         if given.s3:
             server = resources.enter_context(ministack.running())
             self.proxy = resources.enter_context(TcpFaultProxy("127.0.0.1", server.port, seed=given.seed))
@@ -120,10 +136,12 @@ class World:
         soak_work.use_endpoint(self.endpoints[0])
         os.environ["TIERFS_STATE_DIR"] = str(base / "driver")
         tierfs.init(self.url, lease_s=LEASE_S, grace_s=GRACE_S)
+        self.objects = open_bare(parse_url(self.url))[0].objects
         words = ["--s3"] * given.s3
         self.zygotes = {"": Zygote(PROGRAM, *words), "torch": Zygote(PROGRAM, "--torch", *words)}
         self.zygotes["older"] = older_zygote(base, given.older) if given.older else self.zygotes[""]
-        (base / "faults").mkdir()
+        for name in ("faults", "faults.past"):
+            (base / name).mkdir()
         self.listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.listener.bind(str(base / "sock"))
         self.listener.listen(4)
@@ -133,7 +151,7 @@ class World:
         self.model = Model()
         self.timers, self.numbers = [], itertools.count()
         self.calm_at = self.started = time.monotonic()  # when the last stop or outage ended
-        self.trained = Counter()
+        self.trained, self.suspects = Counter(), {}  # the latter are losses, unless conflicts explain them
         self.kills, self.flips, self.damage = Counter(), Counter(), Counter()
         self.done, self.outcomes, self.acknowledged, self.slowest = Counter(), Counter(), Counter(), Counter()
         self.growth = []
@@ -182,7 +200,7 @@ class World:
         # A look at the directory itself would wait for a mount that is stopped.
         while not (runs(host.mount) and f" {host.mounted} " in Path("/proc/self/mounts").read_text()):
             if not runs(host.mount):
-                unmount(host)
+                unmount(host.mounted)
                 reap(host.mount)
                 words = ["mount", f"tierfs::{self.url}", str(host.mounted), "--foreground", "--ack", "staged"]
                 host.mount = self.command(host, *words)
@@ -233,7 +251,7 @@ class World:
     def end(self, host):
         """Kill all processes of a host, and wait until they have ended."""
         self.kill("host", host)
-        unmount(host)
+        unmount(host.mounted)
         for child in (host.flusher, host.mount, *host.commands, *(slot.child for slot in host.slots)):
             reap(child)
 
@@ -337,7 +355,12 @@ class World:
         """Give up conflicts, as a person would. Only a late request, or a write in an outage, may cause one."""
         if not self.given.faults:
             raise BrokenPromiseError("loss", f"a conflict on host {slot.host.number}")
-        self.outcomes["conflicts"] += len(self.call(slot, do="discard").get("done", ()))
+        found = self.call(slot, do="discard").get("done", ())
+        self.outcomes["conflicts"] += len(found)
+        for name in [name for name in self.suspects if name.startswith(f"h{slot.host.number}")]:
+            broken = self.suspects.pop(name)
+            if name not in found:
+                raise broken
         self.model.lose(f"h{slot.host.number}", "object")
         slot.host.has_conflicts = False
 
@@ -435,7 +458,13 @@ class World:
                 if not is_calm and isinstance(found, str) and found.startswith("error: "):
                     self.outcomes["reads in an outage or a stop"] += 1
                     continue
-                index = self.model.check(name, found, floors[name], slot.directory)
+                try:
+                    index = self.model.check(name, found, floors[name], slot.directory)
+                except BrokenPromiseError as broken:
+                    if directory != slot.directory:
+                        raise
+                    slot.host.has_conflicts, self.suspects[name] = True, broken
+                    continue
                 if directory == slot.directory:
                     self.model.path(name).acknowledge(index, "staged")
 
@@ -458,6 +487,26 @@ class World:
                 self.acknowledged[step["level"]] += 20_000
 
         self.send(slot, {"do": "train", "first": first, "count": step["count"], "level": step["level"]}, told=told)
+
+    def do_lend(self, slot, step):
+        """Copy a file beside a pending one, and delete it. There is no flusher for two graces, while others run gc."""
+        lent = f"/lent/{step['n']}"
+        content, other = step["contents"]
+        if "error" in self.call(self.reader, do="write", name=lent, content=content, level="object", door="pipe"):
+            return
+        self.kill("flusher", slot.host)
+        slot.host.due_at = time.monotonic() + 2 * GRACE_S + 22  # each change waits for a flusher for 10 s
+        self.calm_at = max(self.calm_at, slot.host.due_at)
+        for seconds in range(GRACE_S, 2 * GRACE_S + 22, 5):
+            self.at(seconds * 1000, lambda: self.do_command({"host": slot.host.number - 1, "words": ["gc"]}))
+        index = self.model.path(full_name(slot, step["name"])).begin([tuple(other)])
+        if "error" not in self.call(slot, do="write", name=step["name"], content=other, level="staged", door="pipe"):
+            self.model.path(full_name(slot, step["name"])).acknowledge(index, "staged")
+        path = self.model.path(full_name(slot, step["to"]))
+        index = path.begin([tuple(content)])
+        self.send(slot, {"do": "copy", "name": lent, "to": step["to"]}, lambda _: path.acknowledge(index, "staged"))
+        self.pump(1)
+        self.call(self.reader, do="remove", name=lent, level="object")
 
     def do_kill(self, step):
         host = self.hosts[step["host"]]
@@ -482,6 +531,24 @@ class World:
         self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
         self.at(step["ms"], self.end_outage)
 
+    @staticmethod
+    def fill(directory):
+        """Take all that is left of a filesystem. Return the file that has it."""
+        with (directory / "ballast").open("ab") as file, contextlib.suppress(OSError):
+            while True:  # a page may become free meanwhile
+                free = os.statvfs(directory)
+                os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bfree) * free.f_frsize)
+                file.seek(0, os.SEEK_END)
+        return directory / "ballast"
+
+    def do_fill(self, step):
+        """Take all that is left of a filesystem for a while."""
+        host = self.hosts[step["host"]]
+        ballast = self.fill({"state": host.state, "shm": host.shm}.get(step["of"], self.base / "disk"))
+        self.outcomes[f"full: {step['of']}"] += 1
+        self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
+        self.at(step["ms"], lambda: ballast.unlink(missing_ok=True))
+
     def end_outage(self):
         (self.base / "outage").unlink(missing_ok=True)
         if self.proxy is not None:
@@ -504,9 +571,7 @@ class World:
         """End all processes of a host, and lose its shared memory; at level ``object``, lose all that it had."""
         host, level = self.hosts[step["host"]], step["level"]
         self.end(host)
-        for path in (host.shm, host.state) if level == "object" else (host.shm,):
-            shutil.rmtree(path)
-        host.make()
+        host.make(*((host.shm, host.state) if level == "object" else (host.shm,)))
         self.model.lose(f"h{host.number}", level)
         self.outcomes[f"all below {level} lost"] += 1
 
@@ -547,6 +612,8 @@ class World:
                 self.check(self.reader, slot.directory, "cat")
                 self.alive(slot)
                 self.check_own(slot)
+                if host.has_conflicts:
+                    self.discard(slot)
                 self.until_idle(self.reader)
         for name, found in self.call(self.reader, do="read", paths=list(self.model.below("all/")))["done"].items():
             self.model.path(name).acknowledge(self.model.check(name, found, 0, "a reader"), "staged")
@@ -568,7 +635,7 @@ class World:
         below = {name: sum(map(bytes_below, self.base.glob(f"{name}?"))) for name in ("shm", "state")}
         now = {"seconds": round(time.monotonic() - self.started), "flushers_rss_bytes": max(memory)}
         now |= {"flushers_descriptors": max(descriptors), "shm_bytes": below["shm"], "state_bytes": below["state"]}
-        self.growth.append({**now, "store_bytes": bytes_below(self.base / "store")})
+        self.growth.append({**now, "store_bytes": bytes_below(self.base / "disk")})
 
     def figures(self, failure):
         kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
@@ -664,6 +731,9 @@ def main():
     parser.add_argument("--events", type=Path, help="the event log; it is removed if nothing fails")
     parser.add_argument("--replay", type=Path, metavar="EVENTS")
     given = parser.parse_args()
+    if "SOAK_MOUNTS" not in os.environ:  # mounts of its own end with its processes
+        os.environ["SOAK_MOUNTS"] = "own"
+        os.execvp("unshare", ["unshare", "--mount", sys.executable, *sys.argv])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends all processes of the run
     ends_at = time.monotonic() + given.hours * 3600
     if given.replay:

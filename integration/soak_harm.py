@@ -8,8 +8,19 @@ import signal
 
 import xxhash
 from support import killing
-from support.flipped_copies import CHUNK, CLEAN, DRAFT, SEALED, flip_bit, flip_in_ram, flip_nvme_file
+from support.flipped_copies import (
+    CHUNK,
+    CLEAN,
+    DRAFT,
+    SEALED,
+    flip_bit,
+    flip_in_ram,
+    flip_nvme_drafts,
+    flip_nvme_file,
+)
 from support.promises import BrokenPromiseError
+
+from tierfs.host.rpc.protocol import connect
 
 ROUNDS = 8
 REFUSALS = ("error: CorruptionError", "error: FormatError")
@@ -30,8 +41,6 @@ def flip(world, slot, name, tiers, where):
         return  # no file is there
     chunks = [(bytes.fromhex(digest), key) for digest, key in answer["done"]["chunks"]][:2]
     if tiers[0] in ("chunk", "record"):
-        if world.proxy is not None:
-            return  # these objects are no files here
         keys = [answer["done"]["record"]] if tiers == ["record"] else [key for _, key in chunks]
         world.until_idle(*world.slots())
         for number in range(ROUNDS if keys else 0):
@@ -69,10 +78,7 @@ def flip_objects(world, path, kind, keys, where):
         flipped = 0
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                file = stack.enter_context((world.base / "store" / key).open("r+b", buffering=0))
-                change = (file.fileno(), int(where * os.fstat(file.fileno()).st_size), int(where * 1000) % 8)
-                flip_bit(*change)
-                stack.callback(flip_bit, *change)  # the same file is mended, whatever its name leads to by then
+                flip_object(world, stack, key, where)
                 flipped += 1
         world.flips[kind] += flipped
         found = world.call(world.reader, do="read", paths=[path], attempts=1)["done"][path] if flipped else None
@@ -85,6 +91,21 @@ def flip_objects(world, path, kind, keys, where):
     world.until_idle(world.reader)
 
 
+def flip_object(world, stack, key, where):
+    """Flip a bit of an object until the end of the stack."""
+    if world.proxy is not None:
+        data = world.objects.read(key, 1 << 25)[0]
+        damaged = bytearray(data)
+        damaged[int(where * len(data))] ^= 1 << int(where * 1000) % 8
+        world.objects.put(key, [damaged])
+        stack.callback(world.objects.put, key, [data])
+        return
+    file = stack.enter_context((world.base / "disk/store" / key).open("r+b", buffering=0))
+    change = (file.fileno(), int(where * os.fstat(file.fileno()).st_size), int(where * 1000) % 8)
+    flip_bit(*change)
+    stack.callback(flip_bit, *change)  # the same file is mended, whatever its name leads to by then
+
+
 def flip_pending(world, slot, name, what, content, where):
     """Flip a bit of a change that only this host has. It must be refused, and not reach the object tier.
 
@@ -94,14 +115,29 @@ def flip_pending(world, slot, name, what, content, where):
     while world.timers:
         world.pump(0.05)
     world.until_idle(*host.slots)
-    host.flusher.send(signal.SIGSTOP)
+    while not listens(host):  # one that starts holds a lock of the host
+        world.pump(0.05)
+    is_stored = what == "batch"  # in the nvme tier alone
+    ballast = world.fill(world.base / "disk") if is_stored else None
+    if not is_stored:
+        host.flusher.send(signal.SIGSTOP)
     known = world.model.path(path)
     index = known.begin([tuple(content)])
-    write = {"do": "write", "name": name, "content": content, "level": "staged", "door": "pipe"}
+    level = "local" if is_stored else "staged"
+    write = {"do": "write", "name": name, "content": content, "level": level, "door": "pipe"}
     damaged = None
     if "error" not in world.call(slot, **write):
-        about = {"name": chunk_digest(killing.content(*content))} if what == "slot" else {"meta": path.encode()}
-        damaged = flip_in_ram(host.shm, where, SEALED, CHUNK if what == "slot" else DRAFT, **about)
+        host.flusher.send(signal.SIGSTOP)
+        if is_stored:
+            damaged = flip_nvme_drafts(host.state, where)
+        else:
+            is_chunk = what.startswith("slot")
+            about = {"name": chunk_digest(killing.content(*content))} if is_chunk else {"meta": path.encode()}
+            about["in_head"] = what.endswith("head")
+            damaged = flip_in_ram(host.shm, where, SEALED, CHUNK if is_chunk else DRAFT, **about)
+    if ballast is not None:
+        ballast.unlink()
+        world.kill("flusher", host)  # the next one reads the batch
     host.flusher.send(signal.SIGCONT)
     if damaged is None:
         return
@@ -112,8 +148,8 @@ def flip_pending(world, slot, name, what, content, where):
     waited = world.call(slot, do="wait", level="object")
     told = "refused" if waited.get("error") == "CorruptionError" else f"waited: {waited.get('error', 'done')}"
     world.damage[f"pending {what}: {told}"] += 1
-    if what == "draft":
-        world.call(slot, do="discard", path=path)
+    for each in (path, "") if told == "refused" and not what.startswith("slot") else ():  # its path may be damaged, too
+        world.call(slot, do="discard", path=each)
     index = known.begin([tuple(content)])
     for _ in range(8):  # a fault may strike each request
         answer = world.call(slot, **write)
@@ -128,6 +164,14 @@ def flip_pending(world, slot, name, what, content, where):
     known.acknowledge(index, "object")
     world.check(world.reader, path, "cat", [path])
     world.until_idle(world.reader)
+
+
+def listens(host):
+    """Return whether the flusher of a host has started."""
+    connections = [connect(directory, 1) for directory in host.state.glob("stores/*")]
+    for connection in filter(None, connections):
+        connection.close()
+    return any(connections)
 
 
 def chunk_digest(data):

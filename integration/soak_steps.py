@@ -13,6 +13,7 @@ SIZES = (10, 900, 60_000, 70_000, 300_000, 1_300_000)
 COMMANDS = (["gc"], ["scrub"], ["scrub", "--tier", "nvme"], ["scrub", "--tier", "ram"], ["evict", "--tier", "ram"])
 COMMANDS += (["evict", "--tier", "nvme"], ["status"], ["du"])
 FLIPS = (["ram"], ["nvme"], ["ram", "nvme"], ["chunk"], ["record"])
+PENDING = ("slot", "draft", "slot head", "draft head", "batch")
 CHANGES = {"write": 44, "move": 7, "copy": 5, "remove": 6, "wait": 5, "ack": 3, "evict": 3, "prefetch": 2, "listed": 3}
 
 
@@ -24,8 +25,8 @@ def schedule(seed):
 
 
 def drawn(noise, number):
-    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose")
-    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8))
+    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose", "fill", "lend")
+    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8, 1, 0.1))
     host, writer = noise.randrange(HOSTS), noise.randrange(WRITERS)
     match kind:
         case "files":
@@ -38,7 +39,7 @@ def drawn(noise, number):
         case "flip":
             step = {"do": "flip", "slot": [host, writer], "name": noise.choice(NAMES), "at": noise.random()}
             if noise.random() < 0.1:
-                return {**step, "pending": noise.choice(["slot", "draft"]), "content": [1000 + number, 300_000]}
+                return {**step, "pending": noise.choice(PENDING), "content": [1000 + number, 300_000]}
             return {**step, "tiers": noise.choice(FLIPS)}
         case "kill":
             back = {"back_ms": round(noise.expovariate(1 / 150)), "older": noise.random() < 0.2}
@@ -50,6 +51,13 @@ def drawn(noise, number):
             return {"do": "command", "host": host, "words": noise.choice(COMMANDS), **kill(noise, 0.3, ["command"])}
         case "outage":
             return {"do": "outage", "ms": noise.choice([50, 300])}
+        case "lend":
+            name, to = noise.sample(NAMES[2:4], 2)
+            contents = [[1000 + number, 300_000], [1000 + number, 300_001]]
+            return {"do": "lend", "slot": [host, writer], "name": name, "to": to, "contents": contents}
+        case "fill":
+            of = noise.choice(["state", "shm", "store"])
+            return {"do": "fill", "host": host, "of": of, "ms": noise.choice([100, 500, 2000])}
     return {"do": "lose", "host": host, "level": noise.choice(["local", "local", "object"])}
 
 

@@ -15,7 +15,6 @@ import random
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,27 +23,21 @@ import fsspec
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import killing
 from support.promises import digest_of
+from support.struck_objects import StruckObjects
 
 from tierfs.clock import SystemClock
-from tierfs.errors import ConflictError, NotFoundError, StoreError
+from tierfs.errors import ConflictError
 from tierfs.format import keys
 from tierfs.objects import registry
-from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.session import open_store, parse_url, settings
 from tierfs.session.open import open_bare
 from tierfs.session.tiers import Launcher
 from tierfs.store import discard_conflict, stat
-from tierfs.testing import Fault, FaultyObjects, PlannedTcpFault, TcpFault
+from tierfs.testing import PlannedTcpFault, TcpFault
 
 NUMBERS = 20_000  # of a tensor
 PATIENCE_S = 40
 ATTEMPTS = 4
-FAULTS = [Fault.REFUSED] * 6 + [Fault.LOST_RESPONSE] * 6 + [Fault.BIT_FLIP, Fault.SLOW] * 3
-FAULTS += [Fault.LATE, Fault.SHORT_READ] * 2 + [Fault.FULL, Fault.DENIED]
-LIES = 0.3
-"""Probability of a lie to a flusher or a command: a listing of records that ends early, as if it were whole, or the
-answer that a read had up to `STALE_S` ago."""
-STALE_S = 2.0
 TCP_FAULTS = (
     PlannedTcpFault(TcpFault.RESET),
     PlannedTcpFault(TcpFault.RESET, at=0),
@@ -66,71 +59,11 @@ def use_endpoint(url):
         os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
 
 
-# -- faults of the object tier -----------------------------------------------------------------------------------------
-
-
-class StruckObjects(WrappedObjects):
-    """An object tier whose requests a fault strikes with a probability.
-
-    Each fault is noted as a byte at the end of a file of its kind: a process may be killed at any time.
-    """
-
-    def __init__(self, inner, spec, noise):
-        super().__init__(FaultyObjects(inner, seed=noise.randrange(1 << 30), clock=SystemClock()))
-        self._probability, self._notes, self._outage = spec["faults"], spec["notes"], spec["outage"]
-        self._noise, self._lies = noise, spec["role"] == "command" and spec["faults"] > 0 and not spec.get("version")
-        self._seen = {}
-
-    def _around(self, request, send):
-        self._maybe_strike(request.method)
-        if not self._lies or request.method not in ("read", "head"):
-            return send()
-        now, question = time.monotonic(), (request.method, request.key)
-        try:
-            answer = send()
-        except NotFoundError as error:
-            answer = error
-        at, before = self._seen.get(question, (0, None))
-        is_stale = now - at < STALE_S and repr(before) != repr(answer) and self._noise.random() < LIES
-        if is_stale:
-            self._note("stale read")
-        else:
-            self._seen[question] = now, answer
-        told = before if is_stale else answer
-        if isinstance(told, NotFoundError):
-            raise told
-        return told
-
-    def _around_list(self, request, send):
-        self._maybe_strike("list")
-        if not (self._lies and request.key.startswith(keys.TREE)) or self._noise.random() >= LIES:
-            return send()
-        self._note("short listing")
-        entries = sorted(send(), key=lambda entry: entry.key)  # as a server lists, which a directory need not
-        return iter(entries[: len(entries) // 2])
-
-    def _maybe_strike(self, method):
-        if os.path.exists(self._outage):
-            self._note("outage")
-            raise StoreError("the object tier is away", transient=True, tier="object")
-        if self._noise.random() >= self._probability:
-            return
-        fault = self._noise.choice([fault for fault in FAULTS if method in fault.methods])
-        self.inner.inject(fault, method=method, seconds=self._noise.uniform(0.02, 0.4))
-        self._note(fault.value)
-        if fault is Fault.LATE:
-            late = threading.Timer(self._noise.uniform(0.05, 1.5), self.inner.deliver_late)
-            late.daemon = True
-            late.start()
-
-    def _note(self, kind):
-        with open(f"{self._notes}/{kind}", "ab") as file:
-            file.write(b".")
-
-
 def strike_objects(spec):
     noise, local = random.Random(spec["seed"]), registry.LocalObjects
-    registry.LocalObjects = lambda path: StruckObjects(local(path), spec, noise)
+    lies = spec["role"] == "command" and spec["faults"] > 0 and not spec.get("version")
+    struck = {"probability": spec["faults"], "notes": spec["notes"], "outage": spec["outage"], "lies": lies}
+    registry.LocalObjects = lambda path: StruckObjects(local(path), noise, **struck)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -220,7 +153,7 @@ class Worker:
     def discard(self, path=None):
         """Discard a pending change, or all conflicts of the host. Return the paths."""
         fs, root = self.fs()
-        paths = [path] if path else sorted({each["path"] for each in fs.status(root)["conflicts"]})
+        paths = [path] if path is not None else sorted({each["path"] for each in fs.status(root)["conflicts"]})
         for each in paths:
             discard_conflict(open_store(parse_url(self.spec["url"]))[0], each)
         return paths
@@ -326,7 +259,7 @@ def prepared(role):
         if not spec["bare"]:
             strike_objects(spec)
         ahead_ns, now_ns = spec["clock_s"] * 10**9, time.time_ns
-        SystemClock.now_ns = lambda self: now_ns() + ahead_ns
+        SystemClock.now_ns = lambda self: now_ns() + ahead_ns * (int(time.monotonic() / 3) % 2)  # it jumps
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             role(spec)
 
