@@ -121,21 +121,24 @@ def test_an_altered_file_stops_before_its_step(root):
     assert is_exact_at(training, 5)
 
 
-def test_a_state_that_differs_goes_back_to_the_last_proof(root):
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [(0, "step 5: the weights differ from the sample in the log"), (-1, "step 8: the state differs from the digest")],
+)
+def test_a_state_that_differs_goes_back_to_the_last_proof(root, place, found):
     trained(root)
     training = Training()
     made = []
 
     def disturb(optimizer, *_):
         made.append(len(made))
-        if len(made) == 6:
-            with torch.no_grad():
-                optimizer.param_groups[0]["params"][0][0, 0] += 1e-7
+        if len(made) == 6:  # the first one is torch's own, for the restore
+            optimizer.param_groups[0]["params"][0].data[place, place] += 1e-7
 
     training.optimizer.register_step_post_hook(disturb)
     restored, _ = resume(root, training)
     assert (restored.step, restored.replayed) == (4, 4)
-    assert "step 8: the state differs from the digest in the log" in restored.stopped
+    assert found in restored.stopped
     assert restored.is_exact
     assert is_exact_at(training, 4)
 
@@ -337,6 +340,32 @@ def test_parameters_changed_by_hand_end_the_log(root, caplog):
     restored, other = resume(root)
     assert restored.step == 7
     assert other.content() == training.content()
+
+
+def test_weights_changed_through_data_end_the_log_at_that_step(root, caplog):
+    training = Training()
+    with manager(root) as run, caplog.at_level(logging.WARNING):
+        train(run, training, range(4))
+        training.head.bias.data.mul_(0.5)
+        train(run, training, range(4, 8))
+        run.wait()
+    assert "changed outside of optimizer.step()" in caplog.text
+    restored, other = resume(root)
+    assert (restored.step, restored.stopped) == (7, "")
+    assert other.content() == training.content()
+
+
+def test_weights_clamped_after_each_step_log_nothing_wrong(root, caplog):
+    training = Training()
+    with manager(root) as run, caplog.at_level(logging.WARNING):
+        for step in range(8):
+            training.step(step)
+            for each in training.model.parameters():
+                each.data = each.data.clamp(-0.01, 0.01)
+            run.step(step, training.state)
+            run.wait()
+    assert "steps are logged no longer" in caplog.text
+    assert log_of(root) == []
 
 
 def test_sparse_gradients_and_a_dict_as_the_state(root):

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tierfs.checkpoint.replayed import LoggedStep, logged_steps
+from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of
@@ -232,15 +233,21 @@ class StepsAgain:
                 for optimizer, groups in zip(parts.optimizers, each.facts.groups, strict=True):
                     _set_groups(optimizer, groups)
                 self._others |= {name: tensor for name, tensor in tensors.items() if name.startswith(REST)}
+                if problems := self._problems(self._difference(each.facts) if is_exact else ""):
+                    return -1, proven, f"step {each.logged.step}: {problems[0]}"
                 if each.facts.digest and is_exact:
-                    parts.set_tensors(each.facts.values, self._others)
-                    differs = (
-                        "" if parts.digest() == each.facts.digest else "the state differs from the digest in the log"
-                    )
-                    if problems := self._problems(differs):
-                        return -1, proven, f"step {each.logged.step}: {problems[0]}"
                     proven = number + 1
         return len(steps), proven, ""
+
+    def _difference(self, facts: StepFacts) -> str:
+        """Return in words how the state differs from the one that was logged; empty if nothing shows a difference."""
+        parts, (turn, sample) = self._parts, facts.sample
+        if checksum(parts.mark(turn)[1]).hex() != sample:
+            return "the weights differ from the sample in the log"
+        if not facts.digest:
+            return ""
+        parts.set_tensors(facts.values, self._others)
+        return "" if parts.digest() == facts.digest else "the state differs from the digest in the log"
 
     @staticmethod
     def _read(reading: Future[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], str]:

@@ -25,7 +25,7 @@ from tierfs.store import Store, open_entry, stat_to_read
 from tierfs.train.values import pack, unpack
 
 FACTS = "tierfs.replay"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class StepFacts:
         groups: The numbers of each group of each optimizer after the step.
         values: See `Parts.others` and `Parts.values`.
         digest: See `Parts.digest`, of the state after the step; empty unless the step is to be proven.
+        sample: The turn of a sample of the weights after the step, and its checksum: see `Parts.mark`.
         metrics: The metrics of each training step in the file.
     """
 
@@ -53,6 +54,7 @@ class StepFacts:
     groups: list[list[dict[str, Any]]]
     values: dict[str, Any]
     digest: str
+    sample: tuple[int, str]
     metrics: dict[int, dict[str, float]]
 
 

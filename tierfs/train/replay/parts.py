@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.digest import checksum
 from tierfs.errors import InvalidInputError
 from tierfs.train.position import generators, positions, set_generators, set_positions
@@ -65,6 +66,10 @@ class Parts:
         if isinstance(state, TrainState):
             state.check()
         self._take(state)
+        self._at: list[int] = []  # the addresses of the parameters
+        self._turn: int | None = None
+        self._bytes: list[tuple[torch.device, Any]] = []
+        self._places: dict[torch.device, list[Any]] = {}
         owned = {id(tensor) for tensor, _ in self._parameters()}
         self.names = {
             id(tensor): name
@@ -114,12 +119,28 @@ class Parts:
             for optimizer in self.optimizers
         ]
 
-    def versions(self) -> list[int]:
-        """Return a number for each optimizer that grows when one of its parameters is changed in place."""
-        return [
-            sum(getattr(each, "_local_tensor", each)._version for each in parameters_of(optimizer))
-            for optimizer in self.optimizers
-        ]
+    def mark(self, turn: int) -> tuple[list[int], bytes]:
+        """Return the versions of the parameters, which count changes in place, and a sample of their bytes.
+
+        The sample notices changes through ``parameter.data``, which no version counts. It has 64 bytes of each parameter,
+        and of each 128 KiB of a large one, or less often where that is more than 256 places. ``turn`` chooses the places.
+        """
+        every = (each for optimizer in self.optimizers for each in parameters_of(optimizer))
+        own = [each._local_tensor if type(each) is DTensor else each for each in every]
+        if (at := list(map(torch.Tensor.data_ptr, own))) != self._at:
+            self._at, self._turn = at, None
+            self._bytes = [(each.device, _bytes_in(each.detach())) for each in own if each.numel()]
+        if turn != self._turn:
+            self._turn, self._places = turn, {}
+            stride = max(128 << 10, sum(len(data) for _, data in self._bytes) // 256)
+            for device, data in self._bytes:
+                places = range(turn * 64 * 37 % min(stride, len(data)), len(data), stride)
+                self._places.setdefault(device, []).extend(data[at : at + 64] for at in places)
+        sample = b"".join(
+            b"".join(each) if device.type == "cpu" else bytes_of(torch.cat(each))
+            for device, each in self._places.items()
+        )
+        return list(map(attrgetter("_version"), own)), sample
 
     def nbytes(self) -> int:
         """Return the bytes of this rank's part of the parameters and the optimizers' state."""
@@ -239,6 +260,12 @@ class Parts:
         if type(value) in {list, tuple}:
             return type(value)(self._with_tensors(each, _inside(live, at), tensors) for at, each in enumerate(value))
         return value
+
+
+def _bytes_in(tensor: torch.Tensor) -> Any:
+    """Return a tensor's bytes, to be sliced: its own memory, or only that of its first element if it has gaps."""
+    own = tensor.view(-1) if tensor.is_contiguous() else tensor[(slice(1),) * tensor.dim()].view(-1)
+    return bytes_of(own) if own.device.type == "cpu" else own.view(torch.uint8)
 
 
 def _content(value: Any) -> Any:

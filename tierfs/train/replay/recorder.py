@@ -26,6 +26,7 @@ import torch
 
 from tierfs.checkpoint.replayed import LoggedStep, logged_steps
 from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.session.settings import ranks_here
@@ -45,6 +46,8 @@ CHAIN = "replay"
 SHORT_CHAINS_MAX = 3
 """After this many chains in a row without a file, nothing more is logged: the reason recurs at each step."""
 LOOK_EVERY_S = 1.0
+STEPS_A_TURN = 8
+"""Samples of the weights take other places after this many steps, because choosing places costs more than a sample."""
 _AMP = ("grad_scale", "found_inf")
 """Attributes that a GradScaler sets while an optimizer with its own unscaling makes a step."""
 _logger = logging.getLogger("tierfs.train")
@@ -75,7 +78,8 @@ class Recorder:
         self._parts: Parts | None = None
         self._structure: list[list[list[str]]] = []
         self._hooks: list[Any] = []
-        self._versions: list[int] = []
+        self._turn = 0
+        self._mark: tuple[list[int], bytes] = [], b""  # of the weights, as the last step of an optimizer left them
         self._others: dict[str, str] = {}  # the digests of tensors that are neither parameters nor their state
         self._file: LogFile | None = None
         self._events: list[dict[str, Any]] = []
@@ -105,7 +109,7 @@ class Recorder:
             return
         self._last = step
         self._bind(state)
-        if self.chain and self._check_versions():
+        if self.chain and self._check_weights():
             self._metrics[step] = {name: float(value) for name, value in metrics.items()}
             if len(self._metrics) >= self.policy.every:
                 self._publish(step)
@@ -132,6 +136,7 @@ class Recorder:
                 groups=[groups_of(optimizer) for optimizer in parts.optimizers],
                 values={**values, **parts.values()},
                 digest=parts.digest() if step % self.policy.prove_every == 0 else "",
+                sample=(self._turn, checksum(self._mark[1]).hex()),
                 metrics=self._metrics,
             )
             if self._used + file.length > self.policy.ring_bytes:
@@ -180,7 +185,7 @@ class Recorder:
         for optimizer in parts.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._versions = parts.versions()
+        self._note_weights()
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -199,7 +204,7 @@ class Recorder:
             raise InvalidInputError("Replay cannot log optimizer.step(closure): the closure computes other gradients")
         parts = self._parts
         assert parts is not None
-        if not self._check_versions():
+        if not self._check_weights():
             return
         prefix = f"{len(self._events)}:" if self._events else ""
         tensors: list[tuple[str, torch.Tensor]] = []
@@ -243,13 +248,19 @@ class Recorder:
         )
 
     def _after_step(self, *_: Any) -> None:
-        if self._parts is not None and not self._is_paused:
-            self._versions = self._parts.versions()
+        if not self._is_paused:
+            self._note_weights()
 
-    def _check_versions(self) -> bool:
-        """Return whether only ``optimizer.step`` has changed the parameters since the last look; else end the chain."""
+    def _note_weights(self) -> None:
+        """Note the weights, which only ``optimizer.step`` may change from now on."""
         assert self._parts is not None
-        if self._versions == self._parts.versions():
+        self._turn = self._at // STEPS_A_TURN
+        self._mark = self._parts.mark(self._turn)
+
+    def _check_weights(self) -> bool:
+        """Return whether only ``optimizer.step`` has changed the weights since the last look; else end the chain."""
+        assert self._parts is not None
+        if self._mark == self._parts.mark(self._turn):
             return True
         self._end("parameters were changed outside of optimizer.step()")
         return False
@@ -280,7 +291,7 @@ class Recorder:
         finally:
             self._is_paused = False
             if self._parts is not None:
-                self._versions = self._parts.versions()
+                self._note_weights()
 
     @property
     def next_chain(self) -> str:
@@ -299,7 +310,7 @@ class Recorder:
             self.made_step(step, state, {})
         if self._metrics:
             self._publish(step)
-        if self._events or (self.chain and not self._check_versions()):
+        if self._events or (self.chain and not self._check_weights()):
             self._end("")  # the state is that of a later step than the last one with a file
         return {CHAIN: self.next_chain}
 
@@ -339,7 +350,7 @@ class Recorder:
         self._chains += 1
         self._base = self._at = self._last = step
         self._others = digests_of(self._parts.others()[1])
-        self._versions = self._parts.versions()
+        self._note_weights()
 
     def close(self) -> None:
         """Remove the hooks, and release memory that no file has. The log stays."""
