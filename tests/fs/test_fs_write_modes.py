@@ -360,15 +360,6 @@ def test_a_byte_order_mark_begins_a_file_once(place, open_text, encoding, first)
         assert file.read() == "one\nzwö\n€\n"
 
 
-@pytest.mark.parametrize("encoding", MARKED)
-def test_a_byte_order_mark_begins_a_compressed_file_once(place, compression, encoding):
-    for mode, text in (("w", "one,"), ("a", "two")):
-        with place.fs.open(place / "a", mode, compression=compression[0], encoding=encoding) as file:
-            file.write(text)
-    with place.fs.open(place / "a", "rb", compression=compression[0]) as file:
-        assert file.read() == "one,two".encode(encoding)
-
-
 @pytest.mark.parametrize("mode", ["wb", "xb", "ab", "w", "a"])
 def test_a_written_handle_is_not_seekable(place, mode):
     with place.fs.open(place / "a", mode) as file:

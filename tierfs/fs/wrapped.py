@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +17,7 @@ class TextFile(io.TextIOWrapper):
     """A handle in text mode. After an exception in ``with``, or if dropped unclosed, it publishes nothing."""
 
     def __init__(self, buffer: Any, **text: Any) -> None:
-        if isinstance(buffer, CompressedFile) and buffer.writable():
-            with buffer.telling_start():
-                super().__init__(buffer, **text)
-        else:
-            super().__init__(buffer, **text)
+        super().__init__(buffer, **text)  # `WriteFile.seekable` looks for this frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -48,10 +43,8 @@ class CompressedFile(io.BufferedIOBase):
     """A handle behind a compressor. ``close`` also closes the handle below, which compressors leave open."""
 
     def __init__(self, compressor: Callable[..., Any], inner: ReadFile | WriteFile, mode: str) -> None:
-        self._begin = inner.tell()  # before the compressor writes its header
         self._outer = compressor(inner, mode=mode)
         self._inner = inner
-        self._start: int | None = None
         self.path = inner.path
 
     @property
@@ -65,7 +58,7 @@ class CompressedFile(io.BufferedIOBase):
         return self._inner.writable()
 
     def seekable(self) -> bool:
-        return self._start is not None or bool(self._outer.seekable())
+        return bool(self._outer.seekable())
 
     def read(self, size: int | None = -1) -> bytes:
         return bytes(self._outer.read(-1 if size is None else size))
@@ -90,20 +83,7 @@ class CompressedFile(io.BufferedIOBase):
 
     def tell(self) -> int:
         """Return the position in the decompressed bytes."""
-        return int(self._outer.tell()) if self._start is None else self._start
-
-    @contextlib.contextmanager
-    def telling_start(self) -> Iterator[None]:
-        """Let ``tell`` return the position in the file below, while the context is open.
-
-        `io.TextIOWrapper` calls ``tell`` once, in its constructor, and writes a byte order mark only at position 0.
-        When a compressor appends, its own ``tell`` returns 0 or fails.
-        """
-        self._start = self._begin
-        try:
-            yield
-        finally:
-            self._start = None
+        return int(self._outer.tell())
 
     def close(self) -> None:
         """Close the compressor, then the handle below, which publishes unless the compressor failed."""
