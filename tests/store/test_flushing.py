@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 
 import pytest
+from support.nvme_tools import file_named
 from support.saving import Flushing
 from support.tiered import BIG, MIB, Host, content, save_at
 from support.waiting import HANG_S, until
@@ -502,7 +503,7 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT)
     (name,) = names_of(host, data)
-    flip(host.tiers.nvme.file_of(name), data)
+    flip(file_named(host.tiers.nvme, name), data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
     evict(host.store, "a", "ram")
     assert load(host.store, "a") == data
@@ -515,7 +516,7 @@ def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT)
     (name,) = names_of(host, data)
-    flip(host.tiers.nvme.file_of(name), data)
+    flip(file_named(host.tiers.nvme, name), data)
     (segment,) = (segment.path for segment in host.tiers.ram.own_segments())
     flip(segment, data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})

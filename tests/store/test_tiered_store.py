@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from support.nvme_tools import file_named
 from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 from support.waiting import HANG_S
@@ -414,7 +415,7 @@ def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(hos
     wait(host.store, "a", Level.OBJECT)
     evict(host.store, "a", "ram")
     for name, _ in host.tiers.nvme.chunks():
-        with open(host.tiers.nvme.file_of(name), "r+b") as file:
+        with open(file_named(host.tiers.nvme, name), "r+b") as file:
             at = file.read().find(data[5 * MIB : 5 * MIB + 64])
             if at > 0:
                 file.seek(at)

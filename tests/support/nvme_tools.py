@@ -89,3 +89,8 @@ def batches(directory):
 
 def paths(tier):
     return [stored.path for stored in tier.drafts()]
+
+
+def file_named(reader, name):
+    """Return the path of a chunk's file in the tier of an `NvmeReader`."""
+    return next(reader.directory.rglob(name.hex()))

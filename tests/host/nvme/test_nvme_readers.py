@@ -47,7 +47,7 @@ def test_a_reader_finds_what_is_committed_after_it_was_made(directory):
     save(tier, "a", 1)
     assert read(reader, 1)
     assert reader.holds(content_of(1)[0])
-    assert reader.file_of(content_of(1)[0]).read_bytes()[PAGE_BYTES:].startswith(content_of(1)[1])
+    assert chunk_file(reader.directory, 1).read_bytes()[PAGE_BYTES:].startswith(content_of(1)[1])
     assert list(reader.chunks()) == [(content_of(1)[0], len(content_of(1)[1]))]
     assert reader.draft("a").data == b"manifest of a"
     assert read(reader, 1)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from support.damaging import content, make_store, reopened
+from support.nvme_tools import file_named
 from support.saving import Training
 from support.tiered import MIB, Host
 
@@ -315,7 +316,7 @@ def test_a_damaged_copy_in_the_nvme_tier_is_found_and_put_aside(host):
     sound = scrub_local(host.store, "nvme")
     assert (sound.chunks, sound.damage, sound.is_whole_round) == (1, [], True)
     (name, _), *_ = host.tiers.nvme.chunks()
-    with host.tiers.nvme.file_of(name).open("r+b") as file:
+    with file_named(host.tiers.nvme, name).open("r+b") as file:
         file.seek(8192 + 1000)
         file.write(b"damage")
     report = scrub_local(host.store, "nvme")

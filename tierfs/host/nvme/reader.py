@@ -60,13 +60,6 @@ class NvmeReader:
         """Return whether the tier seems to have a chunk."""
         return self._files.holds(name)
 
-    def file_of(self, name: bytes) -> Path:
-        """Return the path of a chunk's file, which need not exist. The chunk's bytes begin at `PAGE_BYTES`.
-
-        The caller verifies the bytes: the writer may overwrite the file with another chunk at any time.
-        """
-        return self._files.path(name)
-
     def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
         """Copy a part of a chunk. The caller verifies the bytes with the returned metadata.
 
