@@ -9,19 +9,24 @@ TOTAL = 64 * GIB
 
 
 @pytest.fixture
-def limit(tmp_path):
-    """A function that writes the kernel's files and returns the limit found in them."""
+def machine(tmp_path):
+    """A function that writes the kernel's files and returns the directory that has them."""
 
-    def read(membership, limits, meminfo=f"MemFree: 1 kB\nMemTotal:       {TOTAL // 1024} kB\nSwapTotal: 0 kB\n"):
-        (tmp_path / "meminfo").write_text(meminfo)
-        (tmp_path / "membership").write_text(membership)
-        for name, value in limits.items():
-            file = tmp_path / "cgroups" / name
+    def write(meminfo, membership, files):
+        files = {f"sys/fs/cgroup/{name}": value for name, value in files.items()}
+        for name, value in {"proc/meminfo": meminfo, "proc/self/cgroup": membership, **files}.items():
+            file = tmp_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{value}\n")
-        return memory_limit(
-            meminfo=tmp_path / "meminfo", membership=tmp_path / "membership", cgroups=tmp_path / "cgroups"
-        )
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def limit(machine):
+    def read(membership, limits, meminfo=f"MemFree: 1 kB\nMemTotal:       {TOTAL // 1024} kB\nSwapTotal: 0 kB\n"):
+        return memory_limit(machine(meminfo, membership, limits))
 
     return read
 
@@ -86,19 +91,9 @@ def test_this_machine_has_a_limit():
 
 
 @pytest.fixture
-def available(tmp_path):
-    """A function that writes the kernel's files and returns the available memory found in them."""
-
+def available(machine):
     def read(files, meminfo="MemTotal: 8388608 kB\nMemAvailable:  4194304 kB\n"):
-        (tmp_path / "meminfo").write_text(meminfo)
-        (tmp_path / "membership").write_text("0::/job\n3:memory:/job\n")
-        for name, value in files.items():
-            file = tmp_path / "cgroups" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{value}\n")
-        return memory_available(
-            meminfo=tmp_path / "meminfo", membership=tmp_path / "membership", cgroups=tmp_path / "cgroups"
-        )
+        return memory_available(machine(meminfo, "0::/job\n3:memory:/job\n", files))
 
     return read
 

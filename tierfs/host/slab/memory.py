@@ -7,52 +7,36 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+_MEMINFO = "proc/meminfo"
 _TOTAL = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable:\s*([0-9]+) kB$", re.MULTILINE)
 _INACTIVE = re.compile(r"^(?:total_)?inactive_file ([0-9]+)$", re.MULTILINE)
-
-
 # The file of current usage for each file of a limit, in version 2 and in version 1 of control groups.
 _USAGE_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
-def memory_limit(
-    *,
-    meminfo: Path = Path("/proc/meminfo"),
-    membership: Path = Path("/proc/self/cgroup"),
-    cgroups: Path = Path("/sys/fs/cgroup"),
-) -> int:
+def memory_limit(root: Path = Path("/")) -> int:
     """Return the memory that this process may use, in bytes: the smallest of all limits on it.
 
     The limits of all parent control groups apply as well. In a container, the path that the kernel names may not exist,
     because only the container's own groups are mounted. Then the groups that exist count.
 
-    Args:
-        meminfo: The machine's memory, as in proc(5).
-        membership: The control groups of the process, as in cgroups(7).
-        cgroups: Mount point of the control groups, of version 2 or 1, or both.
+    ``root`` is where ``proc`` and ``sys`` are; see proc(5) and cgroups(7). Control groups may be of version 2 or 1, or
+    both.
     """
-    limits = [_total(meminfo)]
-    for file in _limit_files(membership, cgroups):
+    limits = [_total(root)]
+    for file in _limit_files(root):
         text = _read(file).strip()
         if text.isdecimal():  # "max" means no limit
             limits.append(int(text))
     return min(limits)
 
 
-def memory_available(
-    *,
-    meminfo: Path = Path("/proc/meminfo"),
-    membership: Path = Path("/proc/self/cgroup"),
-    cgroups: Path = Path("/sys/fs/cgroup"),
-) -> int:
-    """Return the bytes that can be allocated before the kernel kills a process: the least that any limit leaves.
-
-    The arguments are those of `memory_limit`.
-    """
-    match = _AVAILABLE.search(_read(meminfo))
-    left = [int(match[1]) * 1024 if match else _total(meminfo)]
-    for file in _limit_files(membership, cgroups):
+def memory_available(root: Path = Path("/")) -> int:
+    """Return the bytes that can be allocated before the kernel kills a process: the least that any limit leaves."""
+    match = _AVAILABLE.search(_read(root / _MEMINFO))
+    left = [int(match[1]) * 1024 if match else _total(root)]
+    for file in _limit_files(root):
         limit = _read(file).strip()
         used = _read(file.with_name(_USAGE_FILES[file.name])).strip()
         if limit.isdecimal() and used.isdecimal():
@@ -62,25 +46,26 @@ def memory_available(
     return max(0, min(left))
 
 
-def _total(meminfo: Path) -> int:
-    match = _TOTAL.search(_read(meminfo))
+def _total(root: Path) -> int:
+    match = _TOTAL.search(_read(root / _MEMINFO))
     return int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _limit_files(membership: Path, cgroups: Path) -> Iterator[Path]:
-    for line in _read(membership).splitlines():
+def _limit_files(root: Path) -> Iterator[Path]:
+    cgroups = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, name = rest.partition(":")
         if hierarchy == "0" and not controllers:
-            roots, file = [cgroups, cgroups / "unified"], "memory.max"
+            mounts, file = [cgroups, cgroups / "unified"], "memory.max"
         elif "memory" in controllers.split(","):
-            roots, file = [cgroups / "memory"], "memory.limit_in_bytes"
+            mounts, file = [cgroups / "memory"], "memory.limit_in_bytes"
         else:
             continue
         # Seen from another namespace, a path may begin with "..": those parent groups are not visible.
         path = PurePosixPath(*(part for part in name.split("/") if part not in {"", ".."}))
-        for root in roots:
-            yield from (root / at / file for at in (path, *path.parents))
+        for mount in mounts:
+            yield from (mount / at / file for at in (path, *path.parents))
 
 
 def _read(path: Path) -> str:
