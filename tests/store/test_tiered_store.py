@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from support.flipped_copies import CHUNK, SEALED, flip_in_ram
 from support.nvme_tools import file_named
 from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
@@ -251,6 +253,18 @@ def test_a_copy_of_a_pending_file_outlives_the_original(any_host):
     assert load(any_host.store, "b") == data
     wait(any_host.store, "", Level.OBJECT)
     assert load(any_host.plain(), "b") == data
+
+
+def test_a_slot_with_a_flipped_bit_in_its_head_is_not_read_for_ever(make_host):
+    host = make_host(nvme=0)
+    with host.held("put"):
+        save(host.store, "a", content(MIB))
+        load(host.store, "a")
+        (folder, _) = (host.settings.directory / "segments.txt").read_text().splitlines()
+        assert flip_in_ram(Path(folder), 0.2, SEALED, CHUNK, in_head=True, meta=b"")  # in its serial number
+        with pytest.raises(CorruptionError):
+            load(host.store, "a")
+    discard_conflict(host.store, "a")
 
 
 @pytest.mark.parametrize("change", [copy, rename])

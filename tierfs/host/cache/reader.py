@@ -89,7 +89,7 @@ class ChunkReader:
             try:
                 return "" if attempt(name, raw_length, parts) else None
             except NotFoundError:  # noqa: PERF203 - twice at most
-                continue  # its segment was closed while it was being read
+                continue  # its slot was used anew, or its segment was closed, while it was being read
             except (CorruptionError, FormatError) as error:
                 if last:
                     self._quarantine(tier, name, raw_length, error)
@@ -111,7 +111,7 @@ class ChunkReader:
             return False
         meta = slot.segment.meta(slot)
         if not slot.segment.is_still(slot):
-            return self._read_ram(name, raw_length, parts)
+            raise NotFoundError(f"{slot.segment} no longer has this chunk")
         envelope = envelope_of(name, raw_length, meta, "ram")
         source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
         with contextlib.ExitStack() as lent:
