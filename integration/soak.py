@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import json
+import math
 import os
 import select
 import shutil
@@ -26,13 +27,14 @@ from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+import peer_cluster
 import soak_harm
 import soak_work
 from servers import ministack
-from soak_steps import HOSTS, WRITERS, schedule
+from soak_steps import WRITERS, schedule
 from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
-from support.promises import BrokenPromiseError, Model
+from support.promises import LEVELS, BrokenPromiseError, Model
 
 import tierfs
 from tierfs.session import parse_url
@@ -73,6 +75,7 @@ class Host:
         self.slots = [Slot(self, each) for each in range(slots)]
         self.flusher = self.mount = self.due_at = None
         self.is_older_due = self.has_conflicts = False
+        self.node = None  # its place in a network of peers
         # Nothing can be written to the directory itself while the mount is away.
         mount_small(self.mounted, "64k")
         self.mounted /= "at"
@@ -146,10 +149,15 @@ class World:
         self.listener.bind(str(base / "sock"))
         self.listener.listen(4)
         self.listener.settimeout(HANG_S)
-        self.hosts = [Host(number, base, WRITERS + 1) for number in range(HOSTS)]
+        self.hosts = [Host(number, base, WRITERS + 1) for number in range(3 if given.peers else 2)]
+        if given.peers:
+            (base / "network").mkdir()
+            self.network = resources.enter_context(contextlib.closing(peer_cluster.Cluster(base / "network", self.url)))
+            for host in self.hosts:
+                host.node = self.network.host(f"node{host.number}")
         self.reader = Host(9, base, 1).slots[0]  # it has no local tiers, and no fault strikes it
         self.model = Model()
-        self.timers, self.numbers = [], itertools.count()
+        self.timers, self.numbers, self.losable_at = [], itertools.count(), 0
         self.calm_at = self.started = time.monotonic()  # when the last stop or outage ended
         self.trained, self.suspects = Counter(), {}  # the latter are losses, unless conflicts explain them
         self.kills, self.flips, self.damage = Counter(), Counter(), Counter()
@@ -169,6 +177,7 @@ class World:
             "socket": str(self.base / "sock"), "notes": str(self.base / "faults"),
             "seed": f"{self.given.seed} {number}", "endpoint": self.endpoints[not is_bare],
             "faults": 0 if is_bare else self.given.faults, "outage": "" if is_bare else str(self.base / "outage"),
+            "namespace": host.node and host.node.namespace.path, "address": host.node and host.node.address,
             "clock_s": (number % 5 == 4) * (number % 13 - 6) * 3600,
         }  # fmt: skip
         return Child(self.zygotes[zygote], {**common, **spec})
@@ -180,6 +189,9 @@ class World:
 
     def start_flusher(self, host):
         tiers = ["--state-dir", str(host.state), "--ram", RAM, "--nvme", NVME]
+        if host.node:
+            tiers += ["--peers", "1", "--peer-listen", host.node.address, "--peer-ram", "0", "--peer-nvme", "32MiB"]
+            tiers += ["--bandwidth", "2MB"]  # so that peers hold something
         upkeep = ["--gc-every", "4s", "--scrub-bandwidth", "5MB"]
         older = {"version": OLDER, "zygote": "older"} if host.is_older_due else {}
         reap(host.flusher)
@@ -234,8 +246,8 @@ class World:
         self.slowest[what] = max(self.slowest[what], round(seconds, 2))
 
     def kill(self, who, host, slot=None):
-        """Kill processes of a host, and count them. ``"local"`` and ``"object"`` are levels: lose all below them."""
-        if who in ("local", "object"):
+        """Kill processes of a host, and count them. A level stands for the loss of all below it."""
+        if who in LEVELS:
             self.do_lose({"host": host.number, "level": who})
         if who in ("mount", "host"):
             self.kill_one("mount", host.mount)
@@ -568,12 +580,46 @@ class World:
             raise BrokenPromiseError("error", f"tierfs {' '.join(command.words)} ends with {status}, see {self.base}")
 
     def do_lose(self, step):
-        """End all processes of a host, and lose its shared memory; at level ``object``, lose all that it had."""
+        """End all processes of a host, and lose its shared memory; above level ``local``, lose all that it had."""
         host, level = self.hosts[step["host"]], step["level"]
+        if host.node and level != "local":
+            if time.monotonic() < self.losable_at:  # the hosts do not hold all twice again
+                host.flusher.send(signal.SIGCONT)
+                return
+            self.losable_at, level = math.inf, "peer"
         self.end(host)
-        host.make(*((host.shm, host.state) if level == "object" else (host.shm,)))
+        host.make(*((host.shm,) if level == "local" else (host.shm, host.state)))
         self.model.lose(f"h{host.number}", level)
         self.outcomes[f"all below {level} lost"] += 1
+        if level == "peer":
+            self.await_adoption(host)
+            self.losable_at = time.monotonic() + 3 * LEASE_S
+
+    def await_adoption(self, host):
+        """Wait until the peers of a lost host have brought to the object tier all that they hold of it."""
+        begun = time.monotonic()
+        for slot in host.slots:
+            known = [name for name in self.model.below(slot.directory) if not name.endswith("/trained")]
+            do = "load" if slot.zygote else "read"
+            while left := [
+                name for name in known if self.model.path(name).floors["object"] < self.model.path(name).floors["peer"]
+            ]:
+                for name, found in self.call(self.reader, do=do, paths=left, door="cat")["done"].items():
+                    path = self.model.path(name)
+                    if (index := path.index_of(found, path.floors["peer"])) is not None:
+                        path.acknowledge(index, "object")
+                    elif time.monotonic() - max(begun, self.calm_at) > SETTLE_S:
+                        self.model.check(name, found, path.floors["peer"], "a reader after the loss of a host")
+                self.pump(0.5)
+        self.note_slowest("adoption_s", time.monotonic() - begun)
+
+    def do_cut(self, step):
+        """Let nothing pass between a host and its peers for a while."""
+        host = self.hosts[step["host"]]
+        if host.node:
+            self.network.cut(host.node)
+            self.outcomes["cuts"] += 1
+            self.at(step["ms"], lambda: self.network.heal(host.node))
 
     def do_flip(self, slot, step):
         self.alive(self.reader)
@@ -726,6 +772,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=float, default=0.03, help="probability that a request to the store fails")
     parser.add_argument("--s3", action="store_true", help="keep the store on an S3 server behind a faulty proxy")
+    parser.add_argument("--peers", action="store_true", help="three hosts in network namespaces hold changes twice")
     parser.add_argument("--older", metavar="COMMIT", help="let some flushers run the code of this commit")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--events", type=Path, help="the event log; it is removed if nothing fails")
@@ -739,10 +786,10 @@ def main():
     if given.replay:
         sys.exit(replay(given, ends_at) is not None)
     events = given.events or Path(tempfile.gettempdir(), f"soak-{os.getpid()}.jsonl")
-    figures, failure = run(schedule(given.seed), given, ends_at, events)
+    figures, failure = run(schedule(given.seed, 3 if given.peers else 2, has_peers=given.peers), given, ends_at, events)
     options = [f"--{name} {value}" for name in ("hours", "seed", "faults", "older") if (value := vars(given)[name])]
     report = {
-        "command": " ".join(["python integration/soak.py", *options, *["--s3"] * given.s3]),
+        "command": " ".join(["python integration/soak.py", *options, *["--s3"] * given.s3, *["--peers"] * given.peers]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count()},
         "failure": None if failure is None else str(failure),

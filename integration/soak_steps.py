@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-HOSTS, WRITERS = 2, 3
+WRITERS = 3
 SETTLE_EVERY = 250
 NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")
 SHARED = ("/all/a", "/all/b", "/all/c/d")  # both hosts change them, at level ``object``
@@ -17,24 +17,27 @@ PENDING = ("slot", "draft", "slot head", "draft head", "batch")
 CHANGES = {"write": 44, "move": 7, "copy": 5, "remove": 6, "wait": 5, "ack": 3, "evict": 3, "prefetch": 2, "listed": 3}
 
 
-def schedule(seed):
+def schedule(seed, hosts=2, *, has_peers=False):
     """Yield the steps of a seed."""
     noise = random.Random(f"soak {seed}")
     for number in itertools.count(1):
-        yield {"n": number, **({"do": "settle"} if number % SETTLE_EVERY == 0 else drawn(noise, number))}
+        step = {"do": "settle"} if number % SETTLE_EVERY == 0 else drawn(noise, number, hosts)
+        if has_peers and step.get("level") == "local" and step["do"] != "lose" and noise.random() < 0.6:
+            step["level"] = "peer"
+        yield {"n": number, **step}
 
 
-def drawn(noise, number):
-    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose", "fill", "lend")
-    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8, 1, 0.1))
-    host, writer = noise.randrange(HOSTS), noise.randrange(WRITERS)
+def drawn(noise, number, hosts):
+    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose", "fill", "lend", "cut")
+    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8, 1, 0.1, 0.5))
+    host, writer = noise.randrange(hosts), noise.randrange(WRITERS)
     match kind:
         case "files":
             return of_files(noise, number, [host, writer])
         case "checkpoints":
             return of_checkpoints(noise, number, [host, WRITERS])
         case "read":
-            of = [noise.randrange(HOSTS), noise.randrange(WRITERS)]
+            of = [noise.randrange(hosts), noise.randrange(WRITERS)]
             return {"do": "read", "slot": [host, writer], "of": of, "door": noise.choice(["cat", "open"])}
         case "flip":
             step = {"do": "flip", "slot": [host, writer], "name": noise.choice(NAMES), "at": noise.random()}
@@ -51,6 +54,8 @@ def drawn(noise, number):
             return {"do": "command", "host": host, "words": noise.choice(COMMANDS), **kill(noise, 0.3, ["command"])}
         case "outage":
             return {"do": "outage", "ms": noise.choice([50, 300])}
+        case "cut":
+            return {"do": "cut", "host": host, "ms": noise.choice([300, 3000])}
         case "lend":
             name, to = noise.sample(NAMES[2:4], 2)
             contents = [[1000 + number, 300_000], [1000 + number, 300_001]]

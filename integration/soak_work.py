@@ -6,6 +6,7 @@ As a program it forks the requested processes, as ``tests/support/killing.py`` d
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -256,6 +257,10 @@ def prepared(role):
         settings.is_durable = lambda _: True  # as in `killing.become`
         os.environ |= {f"TIERFS_{name.upper()}": "0" if spec["bare"] else spec[name] for name in ("ram", "nvme")}
         use_endpoint(spec["endpoint"])
+        if spec["namespace"]:
+            with open(spec["namespace"]) as file:
+                assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+            os.environ |= {"TIERFS_PEERS": "1", "TIERFS_PEER_LISTEN": spec["address"]}
         if not spec["bare"]:
             strike_objects(spec)
         ahead_ns, now_ns = spec["clock_s"] * 10**9, time.time_ns

@@ -8,7 +8,7 @@ import xxhash
 
 from support.killing import content
 
-LEVELS = ("staged", "local", "object")
+LEVELS = ("staged", "local", "peer", "object")
 
 
 class BrokenPromiseError(Exception):
