@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import LocalPlace, Place, StorePlace, any_place, sent_bytes
 from tierfs.cli.files.selection import Selection, add_selection_arguments, sources_of
 from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file, target_of
-from tierfs.cli.files.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
+from tierfs.cli.files.transfer import ContentSource, ContentTarget, StreamSource, StreamTarget, transfer
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
@@ -157,4 +158,4 @@ def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
     if target_kind is None:
         refuse_below_file(target)
     store = target.store if isinstance(target, StorePlace) else None
-    return _CopyPlan([(StreamSource(cast("RawInput", sys.stdin.buffer)), target.target())], store=store)
+    return _CopyPlan([(StreamSource(cast("io.BufferedReader", sys.stdin.buffer)), target.target())], store=store)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, TypeAlias
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
@@ -20,44 +21,9 @@ from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
 WINDOW_BYTES = 64 << 20
 
 
-class ContentSource(Protocol):
-    """The content of a file."""
-
-    @property
-    def size(self) -> int | None:
-        """Size in bytes, or None if it is unknown until the end."""
-
-    @property
-    def metadata(self) -> Mapping[str, object] | None:
-        """The user's metadata."""
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the content in order. Each piece is valid until the caller asks for the next one."""
-
-
-class RawInput(Protocol):
-    """A binary file open for reading."""
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the buffer from its start, and return the number of bytes; 0 at the end.
-
-        None means that the file is non-blocking and has no bytes yet.
-        """
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-
-
-class ContentTarget(Protocol):
-    """A destination for the content of a file."""
-
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> object:
-        """Write all pieces. Unless this returns, the previous content stays."""
-
-
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """The content of a local file."""
+    """The content of a local file. ``size`` is None for a pipe or device, as `known_size` returns it."""
 
     path: str
     size: int | None
@@ -72,7 +38,7 @@ class LocalSource:
 class StreamSource:
     """The content of a stream that is read to its end, like stdin."""
 
-    stream: RawInput
+    stream: io.BufferedReader
     size: int | None = None
     metadata: Mapping[str, object] | None = None
 
@@ -142,6 +108,12 @@ class StoredTarget:
         return writer.commit()
 
 
+ContentSource: TypeAlias = LocalSource | StreamSource | StoredSource
+"""The content of a file. ``pieces`` yields it in order; each piece is valid until the caller asks for the next one."""
+ContentTarget: TypeAlias = LocalTarget | StreamTarget | StoredTarget
+"""A destination for the content of a file. Unless ``fill`` returns, the previous content stays."""
+
+
 def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[int], object]) -> None:
     """Copy one file. A copy within a store writes a manifest and no data.
 
@@ -174,7 +146,7 @@ def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
         yield piece
 
 
-def _read_file(file: RawInput) -> Iterator[memoryview]:
+def _read_file(file: io.BufferedReader | io.FileIO) -> Iterator[memoryview]:
     with buffers().lend(CHUNK_BYTES) as buffer:
         while (count := file.readinto(buffer)) != 0:
             if count is None:  # another process made the pipe non-blocking, as ssh and node do
