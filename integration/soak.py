@@ -2,7 +2,7 @@
 
 ``python integration/soak.py --hours 1 --seed 7 --report FILE``. A seed gives a list of *steps*, which do not depend on
 outcomes, so a part of the list can be run again: ``--replay EVENTS`` repeats the steps of a run's event log, and looks
-for a shorter list that still fails. `soak_steps` draws the steps, `soak_work` has the processes, `soak_harm` flips bits, and
+for a shorter list that still fails. `soak_steps` draws the steps, `soak_work` has the processes, `support.soak_harm` flips bits, and
 `support.promises` says which answers are right.
 """
 
@@ -19,7 +19,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,13 +27,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 import peer_cluster
-import soak_harm
 import soak_work
 from servers import ministack
 from soak_steps import WRITERS, schedule
+from support import soak_harm
 from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
 from support.promises import LEVELS, BrokenPromiseError, Model
+from support.soak_hosts import Host, bytes_below, fill, mount_small, older_zygote, unmount
 
 import tierfs
 from tierfs.session import parse_url
@@ -57,39 +57,6 @@ class DiedError(Exception):
     """A worker was killed before it answered."""
 
 
-class Slot:
-    """A writer's place: a directory of the store, and the process that works there now."""
-
-    def __init__(self, host, number):
-        self.host, self.number = host, number
-        self.directory, self.zygote = f"h{host.number}w{number}", "torch" if number == WRITERS else ""
-        self.child = self.socket = self.flight = self.died_at = None
-
-
-class Host:
-    """A host: a state directory, a folder of segments, writers, commands, a flusher and a mount."""
-
-    def __init__(self, number, base, slots):
-        self.number, self.commands = number, []
-        self.state, self.shm, self.mounted = (base / f"{name}{number}" for name in ("state", "shm", "mount"))
-        self.slots = [Slot(self, each) for each in range(slots)]
-        self.flusher = self.mount = self.due_at = None
-        self.is_older_due = self.has_conflicts = False
-        self.node = None  # its place in a network of peers
-        # Nothing can be written to the directory itself while the mount is away.
-        mount_small(self.mounted, "64k")
-        self.mounted /= "at"
-        self.mounted.mkdir()
-        subprocess.run(["mount", "-o", "remount,ro", str(self.mounted.parent)], check=True)
-        self.make()
-
-    def make(self, *paths):
-        """Mount new filesystems for the state directory and the segments."""
-        for path in paths or (self.state, self.shm):
-            unmount(path)
-            mount_small(path, "64m" if path == self.shm else "160m")
-
-
 def runs(child):
     return child is not None and not child.has_ended()
 
@@ -102,26 +69,6 @@ def reap(child):
 def full_name(slot, name):
     """Return a path in the store. A name that begins with a slash is of a file that all writers change."""
     return name[1:] if name and name.startswith("/") else f"{slot.directory}/{name}"
-
-
-def unmount(path):
-    subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
-
-
-def mount_small(path, size):
-    """Mount a filesystem of its own, so that it can be full."""
-    path.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,size={size}", "tierfs-soak", str(path)], check=True)
-
-
-def bytes_below(directory):
-    """Return the bytes of all files below a directory, which others change meanwhile."""
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-    return total
 
 
 class World:
@@ -142,7 +89,7 @@ class World:
         self.objects = open_bare(parse_url(self.url))[0].objects
         words = ["--s3"] * given.s3
         self.zygotes = {"": Zygote(PROGRAM, *words), "torch": Zygote(PROGRAM, "--torch", *words)}
-        self.zygotes["older"] = older_zygote(base, given.older) if given.older else self.zygotes[""]
+        self.zygotes["older"] = older_zygote(base, given.older, PROGRAM) if given.older else self.zygotes[""]
         for name in ("faults", "faults.past"):
             (base / name).mkdir()
         self.listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -543,20 +490,10 @@ class World:
         self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
         self.at(step["ms"], self.end_outage)
 
-    @staticmethod
-    def fill(directory):
-        """Take all that is left of a filesystem. Return the file that has it."""
-        with (directory / "ballast").open("ab") as file, contextlib.suppress(OSError):
-            while True:  # a page may become free meanwhile
-                free = os.statvfs(directory)
-                os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bfree) * free.f_frsize)
-                file.seek(0, os.SEEK_END)
-        return directory / "ballast"
-
     def do_fill(self, step):
         """Take all that is left of a filesystem for a while."""
         host = self.hosts[step["host"]]
-        ballast = self.fill({"state": host.state, "shm": host.shm}.get(step["of"], self.base / "disk"))
+        ballast = fill({"state": host.state, "shm": host.shm}.get(step["of"], self.base / "disk"))
         self.outcomes[f"full: {step['of']}"] += 1
         self.calm_at = max(self.calm_at, time.monotonic() + step["ms"] / 1000)
         self.at(step["ms"], lambda: ballast.unlink(missing_ok=True))
@@ -687,6 +624,7 @@ class World:
         kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
         faults = Counter({path.name: path.stat().st_size for path in (self.base / "faults").iterdir()})
         faults.update(fault.value for fault, *_ in (self.proxy.fired if self.proxy else ()))
+        faults.update({kind: count for kind, count in self.outcomes.items() if kind.startswith(("full: ", "cuts"))})
         counts = {"kills": self.kills, "faults": faults, "flips": self.flips, "damage": self.damage}
         counts |= {"operations": self.done, "acknowledged_bytes": self.acknowledged, "outcomes": self.outcomes}
         return {
@@ -702,21 +640,6 @@ class World:
             self.end(host)
         for zygote in set(self.zygotes.values()):
             zygote.close()
-
-
-def older_zygote(base, commit):
-    """Return a process that forks flushers with the code of an older commit."""
-    root = Path(__file__).parents[1]
-    (base / "older").mkdir()
-    archive = subprocess.run(["git", "archive", commit, "tierfs"], cwd=root, capture_output=True, check=True)
-    subprocess.run(["tar", "-x"], cwd=base / "older", input=archive.stdout, check=True)
-    for kernels in (root / "tierfs").glob("_kernels*.so"):
-        shutil.copy(kernels, base / "older" / "tierfs")
-    os.environ["PYTHONPATH"] = str(base / "older")
-    try:
-        return Zygote(PROGRAM)
-    finally:
-        del os.environ["PYTHONPATH"]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-WRITERS = 3
+from support.soak_hosts import WRITERS
+
 SETTLE_EVERY = 250
 NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")
 SHARED = ("/all/a", "/all/b", "/all/c/d")  # both hosts change them, at level ``object``

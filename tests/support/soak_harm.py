@@ -7,6 +7,7 @@ import os
 import signal
 
 import xxhash
+
 from support import killing
 from support.flipped_copies import (
     CHUNK,
@@ -19,7 +20,7 @@ from support.flipped_copies import (
     flip_nvme_file,
 )
 from support.promises import BrokenPromiseError
-
+from support.soak_hosts import fill
 from tierfs.host.rpc.protocol import connect
 
 ROUNDS = 8
@@ -118,7 +119,7 @@ def flip_pending(world, slot, name, what, content, where):
     while not listens(host):  # one that starts holds a lock of the host
         world.pump(0.05)
     is_stored = what == "batch"  # in the nvme tier alone
-    ballast = world.fill(world.base / "disk") if is_stored else None
+    ballast = fill(world.base / "disk") if is_stored else None
     if not is_stored:
         host.flusher.send(signal.SIGSTOP)
     known = world.model.path(path)
