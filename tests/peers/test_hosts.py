@@ -63,22 +63,34 @@ def save(host, contents, ack="peer"):
     return fs, root
 
 
-def test_a_log_in_memory_does_not_reach_peer(hosts):
+@pytest.mark.parametrize("level", ["staged", "peer"])
+def test_a_log_of_steps_is_where_its_level_says(hosts, level):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     train = pytest.importorskip("tierfs.train")
-    owner, _ = hosts("a"), hosts("b")
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
     model = torch.nn.Linear(20, 20)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    tiers = {**owner.settings, "state_dir": str(owner.state), "ack": "peer", "on_stale": "ignore"}
-    with train.Manager(f"tierfs::{owner.url}/run", save=[train.Replay(ring="8MiB")], **tiers) as run:
+
+    def manager(host):
+        tiers = {**host.settings, "state_dir": str(host.state), "ack": "peer", "on_stale": "ignore"}
+        return train.Manager(f"tierfs::{owner.url}/run", save=[train.Replay(ring="8MiB", level=level)], **tiers)
+
+    with manager(owner) as run:
         for step in range(3):
             model(torch.ones(20)).sum().backward()
             state["optimizer"].step()
             run.step(step, state)
             run.wait()
-    with train.Manager(f"tierfs::{owner.url}/run", save=[train.Replay(ring="8MiB")], **tiers) as run:
+    weights = model.weight.detach().clone()
+    if level == "peer":
+        fs, root = owner.open()
+        fs.wait(root, "peer", timeout=WAIT_S)
+        owner.lose()
+    with manager(holder if level == "peer" else owner) as run:
         restored = run.restore(state)
-    assert (restored.step, restored.replayed, restored.level) == (2, 2, "staged")
+    assert (restored.step, restored.replayed) == (2, 2)
+    assert restored.level == "staged" if level == "staged" else restored.level in {"peer", "object"}
+    assert torch.equal(model.weight, weights)
 
 
 def test_a_lost_host_loses_nothing_that_reached_peer(hosts):

@@ -15,7 +15,7 @@ from support.zygote import Zygote
 from tierfs.checkpoint.replayed import logged_steps
 from tierfs.cli import main
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
 from tierfs.store import delete, level_of, load, stat, wait
@@ -222,6 +222,25 @@ def test_steps_that_a_chosen_step_leaves_behind_are_gone(root):
     assert (restored.step, restored.replayed) == (6, 1)
 
 
+def test_a_logged_step_is_restored_if_it_is_chosen(root):
+    losses, content = straight()
+    with manager(root, every=2) as run:
+        train(run, Training(), range(STOPPED))
+    training = Training()
+    with manager(root, every=2) as run:
+        with pytest.raises(NotFoundError, match="step 5 cannot be restored: after step 4: no file of the log ends at"):
+            run.restore(training.state, step=5)
+        assert run.restore(training.state).step == 8
+        restored = run.restore(training.state, step=4)
+        assert (restored.step, restored.replayed, restored.stopped, restored.is_exact) == (4, 2, "", True)
+        assert is_exact_at(training, 4)
+        assert run.verify_resume(training.state, lambda step: float.fromhex(training.step(step))).step == 4
+        assert train(run, training, range(5, STEPS)) == losses[5:]
+    assert training.content() == content
+    restored, training = resume(root)
+    assert restored.step == STEPS - 2
+
+
 def test_a_full_ring_asks_for_a_save_and_blocks_nothing(root, caplog):
     size = 12_000
     with manager(root, ring=4 * size) as run, caplog.at_level(logging.WARNING):
@@ -246,15 +265,22 @@ def test_several_steps_share_a_file(root):
     assert training.content() == content
 
 
-def test_published_files_are_made_again_and_removed(root):
-    with manager(root, level="object") as run:
-        train(run, Training(), range(5))
-    store, path = log_of(root)[-1]
-    wait(store, "", Level.OBJECT, 60)
-    assert level_of(store, path) is Level.OBJECT
-    restored, training = resume(root, level="object")
-    assert (restored.step, restored.level) == (4, "object")
-    assert is_exact_at(training, 4)
+@pytest.mark.parametrize("level", ["local", "peer", "object"])
+def test_published_files_are_made_again_and_removed(root, level):
+    training = Training()
+    with manager(root, Every(steps=5), level=level) as run:
+        train(run, training, range(5))
+        store, path = log_of(root)[-1]
+        wait(store, "", Level.OBJECT, 60)
+        assert level_of(store, path) is Level.OBJECT
+        restored, other = resume(root, level=level)
+        assert (restored.step, restored.level) == (4, "object")
+        assert is_exact_at(other, 4)
+        train(run, training, [5])
+        wait(store, "", Level.OBJECT, 60)
+        time.sleep(1.1)  # it looks once a second whether the save has come there
+        train(run, training, [6])
+    assert [path.rpartition("/")[2][:4] for _, path in log_of(root)] == ["5-6."]
 
 
 def test_the_log_stays_in_the_ram_tier(root):

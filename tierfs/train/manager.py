@@ -141,6 +141,7 @@ class Manager:
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
         self._history = History()
         self._restored: Restored | None = None  # None once a step was made since
+        self._chosen: int | None = None  # the step that the user chose to restore
         self._is_stopping = self._is_closed = False
         self._signal = 0
 
@@ -367,7 +368,7 @@ class Manager:
 
         Args:
             state: As for `step`.
-            step: Load this step instead of the newest one. If training goes on from there, it leaves newer steps behind:
+            step: Load this step instead of the newest one. With `Replay`, it may be a logged step. If training goes on from there, it leaves newer steps behind:
                 a later restore passes over them, a save replaces them, and no policy keeps them.
             only: Shell patterns of names, such as ``["model.*"]``, or one of them. The rest of the state stays
                 unchanged. ``()`` loads all of it.
@@ -379,7 +380,8 @@ class Manager:
             replaced when training reaches them.
 
         Raises:
-            NotFoundError: There is no checkpoint of the given ``step``.
+            NotFoundError: There is no checkpoint of the given ``step``, and no log that leads to it. In the latter case
+                the state may be at an earlier step.
             CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is incomplete or
                 damaged. With ``on_corrupt="raise"``, the newest one is damaged. The state may hold parts of a
                 checkpoint.
@@ -390,8 +392,11 @@ class Manager:
             raise InvalidInputError(f"kind must be 'full' or 'any', not {kind!r}")
         self.wait(self._timeout_s)
         only = (only,) if isinstance(only, str) else only
+        base = step
+        if step is not None and self._log is not None and not only:
+            base = self._world.ask_first(partial(self._run.before, step), self._world.training)
         with self._unlogged():
-            found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
+            found = self._restorer.restore(state, step=base, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
         self._saves.save_s = 0.0
         if not only:
@@ -404,10 +409,10 @@ class Manager:
         if self._log is not None and found is not None and not only:
             load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
             self._again = StepsAgain(self._log, self._run, self._world, found, state, load)
-            found = self._again.make(is_newest=step is None)
+            found = self._again.make(until=step)
             for at, metrics in self._again.metrics:
                 self._history.add(at, metrics)
-        self._restored = found if not only else None
+        self._restored, self._chosen = found if not only else None, step
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -471,7 +476,7 @@ class Manager:
         if restored.replayed and self._again is not None:
             with self._unlogged():
                 found = self._again.prove(train, **how)
-            self.restore(state)
+            self.restore(state, step=self._chosen)
             return found
         with self._unlogged():
             prover = Prover(self._run, self._world, restored)

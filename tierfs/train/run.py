@@ -253,6 +253,12 @@ class RunDirectory:
         found = self.standing(step)
         return bool(found.damage) or found.format is not None
 
+    def before(self, step: int) -> int:
+        """Return a step if it was ever saved; else the newest complete full one before it, or itself without one."""
+        if self.was_saved(step):
+            return step
+        return next((each for each, found in self.complete() if each < step and found.kind != "light"), step)
+
     def complete(self) -> Iterator[tuple[int, Standing]]:
         """Yield complete steps of the current line without a damage mark, the newest first.
 

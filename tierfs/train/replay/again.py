@@ -8,8 +8,9 @@ parameters. If a digest differs, the state is restored again, up to the last ste
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -73,28 +74,30 @@ class StepsAgain:
         self._others: dict[str, torch.Tensor] = {}  # the newest of each logged tensor besides gradients
         self.metrics: list[tuple[int, Mapping[str, float]]] = []
 
-    def make(self, *, is_newest: bool) -> Restored:
-        """Make the steps again, and go on with the log after them.
-
-        Args:
-            is_newest: Whether to make steps again. Otherwise training goes on from the checkpoint.
+    def make(self, *, until: int | None) -> Restored:
+        """Make the steps again up to a step, or all of them, and go on with the log after them.
 
         Returns:
             The outcome with the last step that was made again.
+
+        Raises:
+            NotFoundError: The log does not lead to ``until``. The state is at an earlier step.
         """
         base, gather = self._base, partial(self._world.gather, group=self._world.training)
         store, run = self._run.open()
         own = [one for one in logged_steps(store, run) if one.rank == self._world.rank]
-        ids = {f"save:{self._save_id(base.step)}"}
+        note = self._run.checkpoint(base.step).note
+        ids = {f"save:{note.save_id if note is not None else ''}"}
         if base.about is not None and CHAIN in base.about.state:
             ids.add(str(base.about.state[CHAIN]))
         parent = max(ids, key=lambda name: not name.startswith("save:"))
         is_whole = base.is_exact and base.kind == "full"
         steps, stopped, notes = list[LoggedFile](), "", list[str]()
-        if is_newest and is_whole:
-            steps, stopped = self._plan(store, run, own, ids)
+        ahead = [one for one in own if base.step < one.step and (until is None or one.step <= until)]
+        if is_whole:
+            steps, stopped = self._plan(store, run, ahead, ids)
             steps, stopped, notes = self._make_proven(steps, stopped)
-        elif is_newest and any(one.step > base.step for one in own):
+        elif ahead:
             stopped = "the checkpoint itself is not restored exactly"
         for each in steps:
             self.metrics += each.facts.metrics.items()
@@ -105,6 +108,9 @@ class StepsAgain:
         if is_whole:
             left = [path for one in own if (path := one.path(run)) not in paths]
             self._recorder.restored(at, self._parts.state, parent, kept, left)
+        if until not in {None, at}:
+            why = stopped or f"no file of the log ends at step {until}"
+            raise NotFoundError(f"{self._run.url}: step {until} cannot be restored: after step {at}: {why}")
         if stopped and self._world.is_first:
             _logger.warning("%s: %d files were made again, up to step %d: %s", self._run.url, len(steps), at, stopped)
         level = min(
@@ -133,34 +139,31 @@ class StepsAgain:
             why = f"no step after {base.step} has a recorded {metric!r}" if train else "no step was to be made"
             return ResumeReport(last, (), (*checks, PartCheck("losses", UNKNOWN, why)))
         checks.append(prover.replay(train, wanted, recorded, tolerance))
+        differ = [
+            rank
+            for rank, each in enumerate(self._world.gather(self._told() == after, self._world.training))
+            if not each
+        ]
+        outcome, why = (DIFFERENT, f"rank {differ[0]}") if differ else (SAME, "")
         if wanted[-1] != last:
-            why = f"training made {len(wanted)} of {len(self.metrics)} steps: give steps={len(self.metrics)}"
-            checks.append(PartCheck("steps made again", UNKNOWN, why))
-        else:
-            told = self._world.gather(self._told() == after, self._world.training)
-            differ = [f"rank {rank}" for rank, is_same in enumerate(told) if not is_same]
-            checks.append(PartCheck("steps made again", DIFFERENT if differ else SAME, ", ".join(differ)))
-        return ResumeReport(last, wanted, tuple(checks))
+            outcome, why = UNKNOWN, f"training made {len(wanted)} of {len(self.metrics)} steps: raise steps="
+        return ResumeReport(last, wanted, (*checks, PartCheck("steps made again", outcome, why)))
 
     def _told(self) -> tuple[str, str]:
         """Return digests of this rank's state: of its tensors, and of its random generators and schedules."""
         values = {name: value for name, value in self._parts.values().items() if name != "loader"}
         return self._parts.digest(), pack(values)
 
-    def _save_id(self, step: int) -> str:
-        note = self._run.checkpoint(step).note
-        return note.save_id if note is not None else ""
-
     def _plan(self, store: Store, run: str, own: Sequence[LoggedStep], ids: set[str]) -> tuple[list[LoggedFile], str]:
         """Return the files after the checkpoint that all ranks have, in order, and why they stop; empty if none follows.
 
-        ``ids`` names the chain and the save that the state belongs to.
+        ``own`` are those that this rank may use. ``ids`` names the chain and the save that the state belongs to.
         """
         mine: dict[LoggedStep, LoggedFile] = {}
         told: dict[tuple[str, int, int], tuple[str, str]] = {}
         step, size, build = self._base.step, self._world.size, self._parts.build()
         for one in own:
-            if one.step <= step or one.ranks != size:
+            if one.ranks != size:
                 continue
             key, parent, why = (one.chain, one.after, one.step), "", ""
             try:
@@ -171,7 +174,7 @@ class StepsAgain:
                 why = str(error)
             told[key] = parent, why
         everyones = self._world.gather(told, self._world.training)
-        others = sorted({one.ranks for one in own if one.step > step and one.ranks != size})
+        others = sorted({one.ranks for one in own if one.ranks != size})
         found: list[LoggedFile] = []
         while True:
             follows = [
@@ -221,11 +224,14 @@ class StepsAgain:
         self._others = {}
         parts, proven = self._parts, 0
         with ThreadPoolExecutor(1, thread_name_prefix="tierfs-replay") as ahead:
-            reading = ahead.submit(steps[0].tensors) if steps else None
+            reading = deque(ahead.submit(first.tensors) for first in steps[:1])
             for number, each in enumerate(steps):
-                assert reading is not None
-                tensors, problem = self._read(reading)
-                reading = ahead.submit(steps[number + 1].tensors) if number + 1 < len(steps) else None
+                tensors, problem = dict[str, torch.Tensor](), ""
+                try:
+                    tensors = reading.popleft().result()
+                except TierfsError as error:
+                    problem = str(error)
+                reading.extend(ahead.submit(later.tensors) for later in steps[number + 1 : number + 2])
                 if problems := self._problems(problem):
                     return number, proven, f"step {each.logged.step}: {problems[0]}"
                 for at, event in enumerate(each.facts.events):
@@ -248,13 +254,6 @@ class StepsAgain:
             return ""
         parts.set_tensors(facts.values, self._others)
         return "" if parts.digest() == facts.digest else "the state differs from the digest in the log"
-
-    @staticmethod
-    def _read(reading: Future[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], str]:
-        try:
-            return reading.result(), ""
-        except TierfsError as error:
-            return {}, str(error)
 
     def _problems(self, problem: str) -> list[str]:
         """Return the problems of all ranks; none if no rank has one, which costs little."""

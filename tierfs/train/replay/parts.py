@@ -7,7 +7,7 @@ is after a step: small values always, buffers and other tensors when their bytes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,7 @@ from tierfs.train.values import digests_of
 REST = "rest:"
 """The beginning of the names of logged tensors that are no gradients."""
 _TENSOR = "tierfs.tensor"
-"""The key of a dict that stands for a tensor among packed values."""
+"""Stands for a tensor among packed values."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,10 +180,13 @@ class Parts:
     def others(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the extra values, and the buffers and their tensors by name, without copies."""
         tensors = {f"{REST}{name}": local(module.get_buffer(inner)) for name, (module, inner) in self._buffers.items()}
-        extra = {
-            name: self._without_tensors(_content(each), f"{REST}extra.{name}", tensors)
-            for name, each in self._extra.items()
-        }
+
+        def take(path: str, tensor: torch.Tensor) -> str:
+            if id(tensor) not in self.names:  # gradients explain optimized parameters
+                tensors[path] = local(tensor)
+            return _TENSOR
+
+        extra = {name: _mapped(_content(each), f"{REST}extra.{name}", take) for name, each in self._extra.items()}
         return {"extra": extra}, tensors
 
     def values(self) -> dict[str, Any]:
@@ -201,6 +204,7 @@ class Parts:
 
     def set_tensors(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the buffers and the extra values as `others` returned them, with the newest of each logged tensor."""
+        entries = self.state.entries if isinstance(self.state, DictState) else self.state.extra
         with torch.no_grad():
             for name, (module, inner) in self._buffers.items():
                 if (found := tensors.get(f"{REST}{name}")) is not None:
@@ -208,14 +212,16 @@ class Parts:
             for name, each in list(self._extra.items()):
                 if name not in values["extra"]:
                     continue
-                content = self._with_tensors(values["extra"][name], each, tensors)
+                live: dict[str, Any] = {}  # a tensor that was never logged has not changed since the full save
+                _mapped(_content(each), path := f"{REST}extra.{name}", live.setdefault)
+                content = _mapped(values["extra"][name], path, {**live, **tensors}.get)
                 if hasattr(each, "load_state_dict"):
                     each.load_state_dict(content)
                 elif isinstance(each, torch.Tensor):
                     if content is not each:
                         local(each).copy_(content)
-                elif isinstance(self._entries, dict):
-                    self._entries[name] = content
+                elif isinstance(entries, dict):
+                    entries[name] = content
 
     def set_values(self, step: int, values: Mapping[str, Any]) -> list[str]:
         """Set the step, the epoch, schedulers, the scaler, data loaders and random generators as `values` returned them.
@@ -234,33 +240,6 @@ class Parts:
         notes = set_positions(items_of(state.dataloader), values["loader"], state.epoch)
         return notes + set_generators(values["rng"])
 
-    @property
-    def _entries(self) -> Mapping[str, Any]:
-        return self.state.entries if isinstance(self.state, DictState) else self.state.extra
-
-    def _without_tensors(self, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-        """Return a nested value in which names stand for tensors. Optimized parameters are left as they are."""
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self.names:
-                tensors[path] = local(value)
-            return {_TENSOR: path}
-        if isinstance(value, Mapping):
-            return {key: self._without_tensors(inner, f"{path}.{key}", tensors) for key, inner in value.items()}
-        if type(value) in {list, tuple}:
-            return type(value)(self._without_tensors(inner, f"{path}.{at}", tensors) for at, inner in enumerate(value))
-        return value
-
-    def _with_tensors(self, value: Any, live: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return a nested value with its tensors. One that was never logged has not changed since the full save."""
-        if isinstance(value, dict) and value.keys() == {_TENSOR}:
-            return tensors.get(value[_TENSOR], live)
-        live = _content(live)
-        if isinstance(value, dict):
-            return {key: self._with_tensors(each, _inside(live, key), tensors) for key, each in value.items()}
-        if type(value) in {list, tuple}:
-            return type(value)(self._with_tensors(each, _inside(live, at), tensors) for at, each in enumerate(value))
-        return value
-
 
 def _bytes_in(tensor: torch.Tensor) -> Any:
     """Return a tensor's bytes, to be sliced: its own memory, or only that of its first element if it has gaps."""
@@ -272,10 +251,15 @@ def _content(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _inside(live: Any, key: Any) -> Any:
-    if isinstance(live, Mapping):
-        return live.get(key)
-    return live[key] if isinstance(live, (list, tuple)) and key < len(live) else None
+def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
+    """Return a nested value in which each tensor, or what stands for one, is replaced by ``change(path, it)``."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, str) and value == _TENSOR):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(inner, f"{path}.{key}", change) for key, inner in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_mapped(inner, f"{path}.{at}", change) for at, inner in enumerate(value))
+    return value
 
 
 def check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

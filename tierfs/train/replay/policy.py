@@ -52,8 +52,8 @@ class Replay:
             all ranks of the host, and for a full save.
         prove_every: Each file whose step is a multiple of this has a digest of the state after it, which the restore
             compares.
-        level: ``"staged"``: files stay in shared memory, which outlives the processes but not the host. ``"object"``:
-            they go on to the object tier.
+        level: ``"staged"``: files stay in shared memory, which outlives the processes but not the host. ``"local"``,
+            ``"peer"``, ``"object"``: they go on as any file does, and stay until a full save has reached this level.
         elementwise: Further classes of optimizers whose update is elementwise: each element of a parameter follows from
             the same element of its gradient and state alone.
         allow_approximate: Accept optimizers that are not known to be elementwise. A restore that makes their steps
@@ -78,8 +78,7 @@ class Replay:
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"Replay({name}={value!r}): must be an integer of at least 1")
         self.ring_bytes  # noqa: B018 - raises if it is invalid
-        if self.level not in {Level.STAGED.label, Level.OBJECT.label}:
-            raise InvalidInputError(f"Replay(level={self.level!r}): must be 'staged' or 'object'")
+        Level.parse(self.level)
 
     @property
     def ring_bytes(self) -> int:

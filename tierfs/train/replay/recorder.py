@@ -30,7 +30,7 @@ from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.session.settings import ranks_here
-from tierfs.store import delete
+from tierfs.store import Store, delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
 from tierfs.train.replay.file import LogFile, StepFacts
@@ -97,8 +97,6 @@ class Recorder:
     def _used(self) -> int:
         return sum(length for _, _, length in self._files)
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def made_step(self, step: int, state: TrainState | DictState, metrics: Mapping[str, Any]) -> None:
         """Publish the file of a finished step, or of several. Remove files that a full save has made useless.
 
@@ -141,9 +139,9 @@ class Recorder:
             )
             if self._used + file.length > self.policy.ring_bytes:
                 raise CapacityError(f"the log has {format_bytes(self._used)} of ring={self.policy.ring!r}", tier="ram")
-            self._remove(self._left)
+            store, run = self._run.open()
+            self._remove(store, self._left)
             self._left = []
-            _, run = self._run.open()
             path = LoggedStep(self.chain, self._at, step, self._world.rank, self._world.size).path(run)
             file.commit(path, facts, self._level)
         except InvalidInputError:
@@ -169,8 +167,6 @@ class Recorder:
                 )
             self._file = LogFile(store, self._gpu)
         return self._file
-
-    # -- hooks of the optimizers ---------------------------------------------------------------------------------------
 
     def _bind(self, state: TrainState | DictState) -> None:
         """Hook the optimizers of a state. If they or their parameters are others than before, the chain ends."""
@@ -265,8 +261,6 @@ class Recorder:
         self._end("parameters were changed outside of optimizer.step()")
         return False
 
-    # -- chains --------------------------------------------------------------------------------------------------------
-
     def _end(self, why: str) -> None:
         """End the chain. Nothing is logged until the next full save."""
         if self._file is not None:
@@ -327,15 +321,10 @@ class Recorder:
         kept: Sequence[tuple[int, str, int]],
         left: Sequence[str],
     ) -> None:
-        """Begin a chain at a restored step.
+        """Begin a chain at a restored step, whose state belongs to the chain or save ``parent``.
 
-        Args:
-            step: The step.
-            state: The restored state.
-            parent: The chain or save that the state belongs to.
-            kept: The files of this rank that lead to the step: the step of each, its path, and its bytes.
-            left: The paths of this rank's other files, which the run leaves behind. They are removed before the next
-                file is published.
+        ``kept`` are the step, path and bytes of this rank's files that lead to the step, ``left`` the paths of its other
+        files, which the run leaves behind. They are removed before the next file is published.
         """
         self._is_off, self._short = False, 0
         self._files, self._left = deque(kept), list(left)
@@ -358,8 +347,6 @@ class Recorder:
         self._unhook()
         self._is_off = True
 
-    # -- removing files ------------------------------------------------------------------------------------------------
-
     def _release(self) -> None:
         """Remove the files that lead to the step of a complete full save, or to an earlier one."""
         now_s = time.monotonic()
@@ -371,24 +358,19 @@ class Recorder:
             done = [each for each in done if Level.parse(each.level) >= self._level]
         if not done:
             return
-        newest = max(each.step for each in done)
-        if not self._is_clean:
-            self._remove(self._foreign())
+        newest, (store, run) = max(each.step for each in done), self._run.open()
+        if not self._is_clean:  # files of earlier processes, which no restore needs any more
+            rank, size = self._world.rank, self._world.size
+            mine = (one for one in logged_steps(store, run) if one.rank == rank or (one.rank >= size and rank == 0))
+            self._remove(store, [one.path(run) for one in mine if not one.chain.startswith(self._session)])
             self._is_clean = True
         while self._files and self._files[0][0] <= newest:
-            self._remove([self._files[0][1]])
+            self._remove(store, [self._files[0][1]])
             self._files.popleft()
         self._saves = deque((each for each in self._saves if each.step > newest), maxlen=self._saves.maxlen)
 
-    def _foreign(self) -> list[str]:
-        """Return the paths of files of earlier processes, which no restore needs any more."""
-        store, run = self._run.open()
-        rank, size = self._world.rank, self._world.size
-        mine = (one for one in logged_steps(store, run) if one.rank == rank or (one.rank >= size and rank == 0))
-        return [one.path(run) for one in mine if not one.chain.startswith(self._session)]
-
-    def _remove(self, paths: Sequence[str]) -> None:
-        store, _ = self._run.open()
+    @staticmethod
+    def _remove(store: Store, paths: Sequence[str]) -> None:
         for path in paths:
             with suppress(NotFoundError):
                 delete(store, path)
