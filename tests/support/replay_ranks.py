@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.replay_cases import FEATURES, Training
 from support.waiting import HANG_S
+from tierfs.checkpoint.replayed import logged_steps
+from tierfs.session import open_store, parse_url
+from tierfs.store import stat
 from tierfs.train import Manager, Replay
 
 WORLD = 2
@@ -35,7 +38,13 @@ def sharded(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-WRAPS = {"ddp": DistributedDataParallel, "fsdp": sharded}
+def replicated(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model whose one shard each rank has (HSDP)."""
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicas", "shards")))
+    return model
+
+
+WRAPS = {"ddp": DistributedDataParallel, "fsdp": sharded, "hsdp": replicated}
 
 
 def training(wrap: str, case: int, rank: int) -> Training:
@@ -86,6 +95,11 @@ def first_life(rank: int, directory: Path, url: str, wrap: str, case: int) -> No
 def second_life(rank: int, directory: Path, url: str, wrap: str, case: int) -> None:
     begin(rank, directory, "second")
     losses, content = pickle.loads((directory / f"straight-{rank}").read_bytes())
+    store, directory_of_run = open_store(parse_url(url))
+    files = [one for one in logged_steps(store, directory_of_run) if one.step == KILLED - 1]
+    lengths = {one.rank: stat(store, one.path(directory_of_run)).length for one in files}
+    if wrap != "fsdp":  # one rank logs the gradients of both
+        assert lengths[1] < lengths[0] - 1000
     resumed = training(wrap, case, rank)
     with Manager(url, save=[Replay(ring="16MiB", prove_every=3)], **OPTIONS) as run:
         restored = run.restore(resumed.state)

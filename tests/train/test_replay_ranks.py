@@ -14,8 +14,10 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 
-@pytest.mark.parametrize("wrap", replay_ranks.WRAPS)
-@pytest.mark.parametrize("case", range(len(replay_ranks.CASES)))
+@pytest.mark.parametrize(
+    ("wrap", "case"),
+    [(wrap, case) for wrap in ("ddp", "fsdp") for case in range(len(replay_ranks.CASES))] + [("hsdp", 0)],
+)
 def test_killed_ranks_go_on_from_the_last_step_that_both_logged(root, tmp_path, wrap, case):
     ranks = [
         zygote.start(replay_ranks.first_life, rank, tmp_path, root, wrap, case) for rank in range(replay_ranks.WORLD)

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -179,6 +180,12 @@ class RunDirectory:
     @property
     def url(self) -> str:
         return self._address.url
+
+    @property
+    def state_dir(self) -> str | None:
+        """The host's state directory as an option or the environment names it; ``None`` for the default."""
+        given = self._address.tiers.state_dir
+        return os.environ.get("TIERFS_STATE_DIR") if given is None else str(given)
 
     def url_of(self, step: int) -> str:
         return f"{self._address.url.rstrip('/')}/step_{step}"

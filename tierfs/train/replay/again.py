@@ -42,13 +42,8 @@ _logger = logging.getLogger("tierfs.train")
 class StepsAgain:
     """Makes the steps again that a run's log has after a restored checkpoint.
 
-    Args:
-        recorder: Goes on with the log.
-        run: The directory of the run.
-        world: The ranks.
-        base: The outcome of the restore.
-        state: The restored state, as the user passed it.
-        load: Restores the checkpoint once more.
+    ``state`` is the restored state, as the user passed it, and ``base`` the outcome of the restore. ``load`` restores it
+    once more.
 
     Attributes:
         metrics: The recorded metrics of each step that was made again.
@@ -198,15 +193,12 @@ class StepsAgain:
         """Make the planned steps, or those up to the last proven one. Return them, why they stop, and notes."""
         parts = self._parts
         reasons = [why for optimizer in parts.optimizers if (why := self._policy.reason_against(optimizer))]
-        while True:
-            with self._recorder.paused():
-                made, proven, why = self._make(steps, is_exact=not reasons)
-            stopped = why or stopped
-            if made >= 0:
-                break
+        with self._recorder.paused():
+            made, proven, why = self._make(steps, is_exact=not reasons)
+        if made < 0:
             self._load()
-            steps = steps[:proven]
-        steps = steps[:made]
+            return self._make_proven(steps[:proven], why)
+        steps, stopped = steps[:made], why or stopped
         if not steps:
             return steps, stopped, []
         parts.set_tensors(steps[-1].facts.values, self._others)
@@ -327,14 +319,14 @@ def _gradient(
         return torch.sparse_coo_tensor(
             indices, values, shape, device=own.device, is_coalesced=is_coalesced, check_invariants=True
         )
-    logged = tensors.get(f"{prefix}{name}")
-    if logged is None:  # this rank's part has no elements
+    if not own.numel():
         found = torch.zeros_like(own)
     elif name in event["strides"]:
+        logged = tensors[f"{prefix}{name}"]
         found = torch.empty_strided(logged.shape, event["strides"][name], dtype=logged.dtype, device=own.device)
         found.copy_(logged)
     else:
-        found = logged.to(own.device)
+        found = tensors[f"{prefix}{name}"].to(own.device)
     if not isinstance(parameter, DTensor):
         return found
     mesh, placements = parameter.device_mesh, parameter.placements

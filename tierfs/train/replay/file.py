@@ -7,7 +7,8 @@ entry `FACTS` has the rest as JSON: see `StepFacts`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tierfs.dcp.tensorbytes import in_torch, tensor_in
 from tierfs.errors import FormatError
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, open_entry, stat_to_read
+from tierfs.train.replay.parts import REST
 from tierfs.train.values import pack, unpack
 
 FACTS = "tierfs.replay"
@@ -35,6 +37,7 @@ class StepFacts:
     Attributes:
         parent: The chain, or the save, that had the state at the step that the file's chain follows.
         base: The step that the file's chain follows.
+        rank: The rank whose file has the gradients: this one, or one of the same host that has the same gradients.
         build: The facts about this program and machine on which the bits of an update depend.
         structure: The names of the parameters of each group of each optimizer.
         events: The calls of ``optimizer.step``, in order: the optimizer's number and class, its numbers before the call,
@@ -48,6 +51,7 @@ class StepFacts:
 
     parent: str
     base: int
+    rank: int
     build: Mapping[str, Any]
     structure: list[list[list[str]]]
     events: list[dict[str, Any]]
@@ -56,6 +60,11 @@ class StepFacts:
     digest: str
     sample: tuple[int, str]
     metrics: dict[int, dict[str, float]]
+
+    def forms(self) -> list[Any]:
+        """Return which gradients the optimizers got, and in which form."""
+        names = ("optimizer", "none", "sparse", "strides")
+        return [self.structure, *([event[name] for name in names] for event in self.events)]
 
 
 class LogFile:
@@ -106,6 +115,7 @@ class LoggedFile:
 
     def __init__(self, store: Store, run: str, logged: LoggedStep) -> None:
         self.logged = logged
+        self._other = partial(LoggedFile, store, run)
         path = logged.path(run)
         self._reader = open_entry(store, stat_to_read(store, path))
         self._where, self.length = store.where(path), self._reader.length
@@ -131,4 +141,9 @@ class LoggedFile:
             if kind is None:
                 raise FormatError(f"{self._where}: {name} has a dtype that torch lacks: {entry.dtype}")
             found[name] = tensor_in(data[name], *kind)
+        if self.facts.rank != self.logged.rank:
+            other = self._other(replace(self.logged, rank=self.facts.rank))
+            if other.facts.forms() != self.facts.forms():
+                raise FormatError(f"{other._where} has other gradients than {self._where} refers to")
+            found |= {name: each for name, each in other.tensors().items() if not name.startswith(REST)}
         return found

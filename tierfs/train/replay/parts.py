@@ -12,8 +12,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.digest import checksum
@@ -70,17 +72,16 @@ class Parts:
         self._turn: int | None = None
         self._bytes: list[tuple[torch.device, Any]] = []
         self._places: dict[torch.device, list[Any]] = {}
-        owned = {id(tensor) for tensor, _ in self._parameters()}
-        self.names = {
-            id(tensor): name
-            for module in self._modules.values()
-            for name, tensor in module.named_parameters()
-            if id(tensor) in owned
+        places = {
+            id(each): f"{number}.{at}.{index}"
+            for number, optimizer in enumerate(self.optimizers)
+            for at, group in enumerate(optimizer.param_groups)
+            for index, each in enumerate(group["params"])
         }
-        for tensor, place in self._parameters():
-            self.names.setdefault(id(tensor), place)
+        named = (pair for module in self._modules.values() for pair in module.named_parameters())
+        self.names = places | {id(each): name for name, each in named if id(each) in places}
         if len(set(self.names.values())) < len(self.names):  # parameters of several modules share names
-            self.names = {id(tensor): place for tensor, place in self._parameters()}
+            self.names = places
         self._buffers = {
             f"{place}.{name}": (module, name)
             for place, module in self._modules.items()
@@ -106,11 +107,9 @@ class Parts:
         self._take(state)
         return list(map(id, before)) == list(map(id, [*self._modules.values(), *self.optimizers]))
 
-    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        for number, optimizer in enumerate(self.optimizers):
-            for at, group in enumerate(optimizer.param_groups):
-                for index, each in enumerate(group["params"]):
-                    yield each, f"{number}.{at}.{index}"
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [each for optimizer in self.optimizers for each in parameters_of(optimizer)]
 
     def structure(self) -> list[list[list[str]]]:
         """Return the names of the parameters of each group of each optimizer."""
@@ -125,8 +124,7 @@ class Parts:
         The sample notices changes through ``parameter.data``, which no version counts. It has 64 bytes of each parameter,
         and of each 128 KiB of a large one, or less often where that is more than 256 places. ``turn`` chooses the places.
         """
-        every = (each for optimizer in self.optimizers for each in parameters_of(optimizer))
-        own = [each._local_tensor if type(each) is DTensor else each for each in every]
+        own = [each._local_tensor if type(each) is DTensor else each for each in self.parameters]
         if (at := list(map(torch.Tensor.data_ptr, own))) != self._at:
             self._at, self._turn = at, None
             self._bytes = [(each.device, _bytes_in(each.detach())) for each in own if each.numel()]
@@ -142,15 +140,29 @@ class Parts:
         )
         return list(map(attrgetter("_version"), own)), sample
 
+    def replicas(self, rank: int) -> list[int]:
+        """Return the ranks that have the same parameters and gradients as this one, as DDP or their placements say."""
+        every = self.parameters
+        if every and all(isinstance(each, DTensor) and each.device_mesh == every[0].device_mesh for each in every):
+            mesh, at = every[0].device_mesh, every[0].device_mesh.get_coordinate()
+            is_same = (all(each.placements[number].is_replicate() for each in every) for number in range(mesh.ndim))
+            ranks = mesh.mesh[tuple(slice(None) if same else at[number] for number, same in enumerate(is_same))]
+            return [int(each) for each in ranks.flatten()]
+        modules = [each for each in self._modules.values() if isinstance(each, DistributedDataParallel)]
+        groups = {tuple(dist.get_process_group_ranks(each.process_group)) for each in modules}
+        trained = {id(each): each.requires_grad for module in modules for each in module.parameters()}
+        ours = set(map(id, every))  # not so where ranks share the optimizer's work
+        is_whole = ours <= trained.keys() and all(each in ours for each, is_trained in trained.items() if is_trained)
+        return list(*groups) if len(groups) == 1 and is_whole else [rank]
+
     def nbytes(self) -> int:
         """Return the bytes of this rank's part of the parameters and the optimizers' state."""
-        each_of = (each for optimizer in self.optimizers for each in parameters_of(optimizer))
         states = (value for optimizer in self.optimizers for own in optimizer.state.values() for value in own.values())
-        return sum(local(each).nbytes for each in (*each_of, *states) if isinstance(each, torch.Tensor))
+        return sum(local(each).nbytes for each in (*self.parameters, *states) if isinstance(each, torch.Tensor))
 
     def build(self) -> dict[str, Any]:
         """Return the facts about this program and machine on which the bits of an update depend."""
-        devices = sorted({each.device.type for optimizer in self.optimizers for each in parameters_of(optimizer)})
+        devices = sorted({each.device.type for each in self.parameters})
         found: dict[str, Any] = {
             "torch": str(torch.__version__),
             "git": torch.version.git_version,
@@ -224,11 +236,7 @@ class Parts:
                     entries[name] = content
 
     def set_values(self, step: int, values: Mapping[str, Any]) -> list[str]:
-        """Set the step, the epoch, schedulers, the scaler, data loaders and random generators as `values` returned them.
-
-        Returns:
-            What could not be set exactly, in words.
-        """
+        """Set the step, and what `values` returned. Return in words what could not be set exactly."""
         state = self.state
         if not isinstance(state, TrainState):
             return []

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from tierfs.checkpoint.replayed import LoggedStep, logged_steps
+from tierfs.clock import boot_id
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
@@ -71,6 +73,9 @@ class Recorder:
         self._world = world
         self._gpu = GpuStaging("ram", None)
         self._session = world.from_first(f"{time.time_ns():016x}-{secrets.token_hex(4)}", world.training)
+        # A host here is what has one ram tier, so that its ranks can read each other's files.
+        self._hosts = world.gather((boot_id(), socket.gethostname(), run.state_dir), world.training)
+        self._same = [world.rank]  # the ranks of this host that have the same gradients; the first one logs them
         self._chains = 0
         self._short = 0  # chains in a row that ended without a file
         self._base = self._at = self._last = -1  # the chain's base, the last step with a file, the last one made
@@ -128,6 +133,7 @@ class Recorder:
             facts = StepFacts(
                 parent=self._parent,
                 base=self._base,
+                rank=self._same[0],
                 build=parts.build(),
                 structure=self._structure,
                 events=self._events,
@@ -158,7 +164,7 @@ class Recorder:
         if self._file is None:
             store, _ = self._run.open(write=True)
             assert self._parts is not None
-            needed = ranks_here() * (self.policy.ring_bytes + self._parts.nbytes())
+            needed = ranks_here() * (self.policy.ring_bytes // len(self._same) + self._parts.nbytes())
             has = 0 if store.tiers is None else store.tiers.ram.budget_bytes
             if has < needed:  # otherwise a full save would wait for room that the log never gives
                 raise InvalidInputError(
@@ -177,6 +183,8 @@ class Recorder:
         self.policy.check(parts.optimizers)
         self._end("the optimizer has other parameters than before")
         self._parts, self._structure = parts, parts.structure()
+        rank = self._world.rank
+        self._same = sorted(each for each in parts.replicas(rank) if self._hosts[each] == self._hosts[rank])
         self._unhook()
         for optimizer in parts.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -224,7 +232,7 @@ class Recorder:
                 strides[name] = list(gradient.stride())
             tensors.append((f"{prefix}{name}", gradient))
         try:
-            self._open_file().add(tensors)
+            self._open_file().add(tensors if self._same[0] == self._world.rank else [])
         except InvalidInputError:
             raise
         except TierfsError as error:
