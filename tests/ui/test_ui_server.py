@@ -122,6 +122,11 @@ def test_files_are_those_of_ls_and_can_be_looked_into(page, run, told):
     assert page.ask(f"/download?path={shard}")[0] == 403
 
 
+@pytest.mark.parametrize("number", ["-1", "x", "9" * 5000])
+def test_a_version_that_is_no_number_is_refused(page, number):
+    assert page.get("checkpoints", code=400, since=number)["error"]["kind"] == "invalid-input"
+
+
 def test_a_path_above_the_url_is_not_shown(page):
     for name, key in (("files", "path"), ("preview", "path"), ("checkpoint", "path"), ("diff", "a")):
         for path in ("", "other", "run/../other", "run/step_10/../../x", ".tierfs/store.json"):

@@ -42,6 +42,7 @@ from tierfs.ui.view import StoreView
 STATIC = Path(__file__).parent / "static"
 TICK_S, BEAT_TICKS = 0.5, 2  # every second an event stream says that the server lives
 TIMED_MAX = 200  # checkpoints whose own records of times are read: each takes a few requests
+DIGITS_MAX = 18
 METRICS_TYPE = "text/plain; version=0.0.4"
 STATUSES = {"not-found": 404, "store-not-found": 404, "invalid-input": 400, "read-only": 403, "store": 503}
 _ID = secrets.token_hex(8)
@@ -164,8 +165,8 @@ class Page:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal() or not text.isascii():
-        raise InvalidInputError(f"{text!r} is not a number: give one from 0 on")
+    if not text.isdecimal() or not text.isascii() or len(text) > DIGITS_MAX:
+        raise InvalidInputError(f"{text[:DIGITS_MAX]!r} is not a number: give one of up to {DIGITS_MAX} digits")
     return int(text)
 
 
