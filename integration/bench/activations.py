@@ -62,6 +62,8 @@ def main() -> int:
     arguments.add_argument("--length", type=int, default=256, help="tokens of each of 4 sequences")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--ram", default="16MiB", help="host memory of the rows with a disk")
+    arguments.add_argument("--nvme", default="4GiB", help="size of the file of the rows with a disk")
+    arguments.add_argument("--whole-ram", default="2GiB", help="host memory of the row without a disk")
     arguments.add_argument("--min-bytes", default="512KiB")
     arguments.add_argument("--device", default="cpu")
     given = arguments.parse_args()
@@ -76,11 +78,11 @@ def main() -> int:
     model = torch.nn.TransformerEncoder(block, given.layers, enable_nested_tensor=False).to(given.device)
     x = torch.randn(4, given.length, given.width, device=given.device)
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as directory:
-        disk = {"nvme": "4GiB", "directory": directory, "min_bytes": given.min_bytes}
+        disk = {"nvme": given.nvme, "directory": directory, "min_bytes": given.min_bytes}
         ways: dict[str, Any] = {
             "kept": contextlib.nullcontext(),
             "save_on_cpu": save_on_cpu(pin_memory=is_on_gpu),
-            "ram": Activations("2GiB", min_bytes=given.min_bytes),
+            "ram": Activations(given.whole_ram, min_bytes=given.min_bytes),
             "nvme": Activations(given.ram, **disk),
             "nvme, auto": Activations(given.ram, keep="auto", **disk),
             "nvme, wrapped": Activations(given.ram, **disk),
