@@ -76,7 +76,10 @@ def test_each_pair_of_features_works_together(lives, uninterrupted, proxy, tmp_p
             proxy.latency_s = 0.03
         elif drawn.draw["bucket"] == "away":
             proxy.refuse = True
-            threading.Timer(1.5, lambda: setattr(proxy, "refuse", False)).start()
+            timer = threading.Timer(1.5, lambda: setattr(proxy, "refuse", False))
+            timer.start()
+            return timer
+        return None
 
     try:
         Draw(lives, tmp_path, draw, root, options).check(uninterrupted(draw), trouble)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,24 +91,27 @@ class Draw:
         with self.manager(host) as run:
             return [each.step for each in run.checkpoints if each.is_complete and each.kind == "full"]
 
-    def check(self, expected: list[dict[int, str]], trouble: Callable[[Draw], None]) -> None:
+    def check(self, expected: list[dict[int, str]], trouble: Callable[[Draw], threading.Thread | None]) -> None:
         """Run the draw, and check its invariants.
 
         Args:
             expected: The losses of an uninterrupted run, by rank and step.
-            trouble: Makes the bucket slow or takes it away for a while. Called while the first life runs.
+            trouble: Makes the bucket slow or takes it away for a while. Called while the first life runs. It may return
+                a thread that ends when the bucket is back.
         """
         ending, size = self.draw["ending"], self.draw["ranks"]
         signals = ENDINGS.get(ending, [])
         first = self.start("first", 10_000 if signals else FIRST)
         first.wait_for_step(1)
-        trouble(self)
+        back = trouble(self)
         if signals:
             first.wait_for_step(random.Random(str(self.draw)).randrange(6, FIRST))
         for number in signals:
             first.signal(number)
             time.sleep(0.02)
         assert first.codes() == [ENDED_WITH.get(ending, 0)] * size, first.errors()
+        if back is not None:
+            back.join()
         made = max(first.losses()[0]) + 1
         newest, host, restore = self.saved_in(first, expected), "here", None
         if ENDED_WITH.get(ending) == TERMINATED:
@@ -116,7 +120,7 @@ class Draw:
             newest = restore = self.full()[-2]
         if ending == "damaged":
             host = "there"  # this host has no sound copy
-            self.wait_until(lambda: newest in self.full(host))
+            self.wait_until(lambda: self.full(host) == self.full())  # what was pruned is gone there, too
             flip_shard(f"{self.url}/step_{newest}", **self.options)
             newest = max((step for step in self.full(host) if step != newest), default=None)
             if self.draw["on_corrupt"] == "raise" or newest is None:
