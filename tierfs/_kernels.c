@@ -323,6 +323,20 @@ static PyObject *py_copy(PyObject *Py_UNUSED(self), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_copy_each(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer table;
+    if (!PyArg_ParseTuple(args, "y*", &table)) return NULL;
+    const uint64_t *rows = (const uint64_t *)table.buf;
+    size_t count = (size_t)table.len / (3 * sizeof *rows), missing = (size_t)table.len % (3 * sizeof *rows);
+    for (size_t i = 0; i < count; i++) missing += rows[3 * i + 2] && (!rows[3 * i] || !rows[3 * i + 1]);
+    if (!missing) WITHOUT_LOCK(for (size_t i = 0; i < count; i++)
+        stream((uint8_t *)(uintptr_t)rows[3 * i], (const uint8_t *)(uintptr_t)rows[3 * i + 1], (size_t)rows[3 * i + 2]));
+    PyBuffer_Release(&table);
+    if (missing) return refuse("no memory to copy");
+    Py_RETURN_NONE;
+}
+
 /* Return whether the arguments are valid. If the order changes the upper lane alone, that lane cannot be woven. */
 static int is_known(int width, int order, int woven)
 {
@@ -484,6 +498,7 @@ static PyObject *py_unpack_seven(PyObject *Py_UNUSED(self), PyObject *args) { re
 
 static PyMethodDef methods[] = {
     {"copy", py_copy, METH_VARARGS, "copy(to, from, length): bytes from one address to another, past the caches."},
+    {"copy_each", py_copy_each, METH_VARARGS, "copy_each(table): copy for each row of uint64 to, from and length."},
     {"split", py_split, METH_VARARGS, "split(elements, base, width, order, woven, wanted, out): the planes wanted, one after the other."},
     {"survey", py_survey, METH_VARARGS, "survey(pairs, base, width, order) -> the counts of each plane."},
     {"merge", py_merge, METH_VARARGS, "merge(out, base, width, order, woven, planes): the inverse of split."},

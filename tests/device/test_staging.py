@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp
+from support.plan_changes import FITTING, OTHERS, check_each_save_is_of_its_own_state
+from support.plan_changes import state_on as state_with_changes
 from test_failed_copies import wait_for_room
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.device.drain import FINISH_S, drain_of
 from tierfs.device.tier import device_tiers
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
@@ -104,6 +107,19 @@ def test_a_save_is_of_before_the_step_that_follows(gpu, url, stage):
         assert is_same(loaded(gpu, state, f"{url}/{number}"), before)
 
 
+@pytest.mark.parametrize("change", [*FITTING.values(), *OTHERS.values()], ids=[*FITTING, *OTHERS])
+def test_a_plan_of_the_last_save_does_not_outlive_a_change(gpu, url, change):
+    check_each_save_is_of_its_own_state(change, url, TierWriter(url, device="64MiB"), gpu.own, gpu.launch)
+
+
+def test_a_tensor_on_another_device_needs_another_plan(gpu):
+    state = state_with_changes(gpu.own)
+    plan = StatePlan.of(state, {})
+    assert plan.values_of(state, {}) is not None
+    state["matrix"] = torch.randn(6, 8).t()
+    assert plan.values_of(state, {}) is None
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_async_saves_are_of_before_the_step(gpu, url, stage):
     writer = TierWriter(url, stage=stage, device="64MiB")
@@ -155,7 +171,7 @@ def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
     gate.close()
     staged = writer.stage(state)
     writer.fence()
-    assert not staged.later.transfers[0].is_done
+    assert not staged.file.transfers[0][0].is_done
     gate.open()
     save(writer, staged, f"{url}/a")
 
@@ -611,7 +627,7 @@ def test_a_larger_slab_replaces_the_old_one_at_once(fake, url):
     save(writer, staged, f"{url}/a")
     (tier,) = device_tiers()
     slab = StorageWeakRef(tier.generations[0].memory.untyped_storage())
-    del fake.owned[:]
+    fake.owned.clear()
     allocate, gone = fake.allocate, []
     fake.allocate = lambda length: (gone.append(slab.expired()), allocate(length))[1]
     writer.stage({"weight": fake.own(torch.randn(5 * MIB))})
@@ -671,7 +687,6 @@ def test_a_tensor_leaves_a_staged_state_when_it_is_there(fake, url, read, monkey
     tensor = fake.own(torch.randn(100))
     make_room, may_go_on = ShardFile.make_room, threading.Event()
     writer = TierWriter(url, stage="device", device="64MiB")
-    monkeypatch.setattr(ShardFile, "add_from_host", lambda *_: [])
     monkeypatch.setattr(ShardFile, "make_room", lambda *args: may_go_on.wait() and make_room(*args))
     staged = writer.stage({"a": tensor})
     threading.Timer(0.2, may_go_on.set).start()

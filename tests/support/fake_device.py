@@ -52,7 +52,7 @@ class FakeDevice:
         self.schedule, self.left, self.can_pin, self.has_kernels = schedule, memory, can_pin, has_kernels
         self.trainer = Stream()
         self.lock = threading.RLock()
-        self.owned = []
+        self.owned = {}
         self.pinned = {}
         self.fetched = []
         self.capturing = False
@@ -65,7 +65,8 @@ class FakeDevice:
 
     def own(self, tensor):
         """Treat the memory of this host tensor as device memory."""
-        self.owned.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self.owned[storage.data_ptr()] = storage
         return tensor
 
     def launch(self, task):
@@ -87,7 +88,7 @@ class FakeDevice:
         except NotImplementedError:
             return False
         address = storage.data_ptr()
-        return bool(address) and any(address == one.data_ptr() for one in self.owned)
+        return bool(address) and address in self.owned
 
     def allocate(self, length):
         if length > self.left:
@@ -111,9 +112,13 @@ class FakeDevice:
         for target, source in zip(targets, sources, strict=True):
             self._queue(self.trainer, lambda target=target, source=source: target.copy_(source))
 
-    def gather(self, memory, parts):
-        sources = [tensor.detach() for _, tensor in parts]
-        self.copy([view_of(memory, at, tensor) for at, tensor in parts], sources)
+    def gather(self, memory, regions):
+        parts = [
+            (begin + at, one)
+            for begin, each in regions
+            for at, one in zip(each.offsets.tolist(), each.tensors, strict=True)
+        ]
+        self.copy([view_of(memory, at, one) for at, one in parts], [one.detach() for _, one in parts])
 
     def fetch(self, stream, target, source):
         if self.fetch_error is not None:

@@ -7,6 +7,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,15 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.gpu_tensors import Awaited, Later, LaterState, begin_tensors
-from tierfs.dcp.save.replicas import placeholder
+from tierfs.dcp.save.gpu_tensors import begin_tensors, copy_in
 from tierfs.dcp.save.saves import Save, StagedState
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.dcp.tensorbytes import (
     PLAIN_TYPES,
     has_no_copy,
     holds_shards,
-    is_quantized,
-    lies_nowhere,
     mark_shards,
-    may_be_on_gpu,
     problem_of,
     refuse_unusual,
     refused,
@@ -33,10 +31,14 @@ from tierfs.dcp.tensorbytes import (
 )
 from tierfs.errors import InvalidInputError
 
+_ATOMS = frozenset({int, float, str, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size})
+"""Classes of values that never change."""
 _logger = logging.getLogger("tierfs.dcp")
 
 
-def stage(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = None) -> StagedState:
+def stage(
+    state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = None, known: StatePlan | None = None
+) -> tuple[StagedState, StatePlan | None]:
     """Copy a state dict into a shard file.
 
     Every strided tensor in its dicts, lists and tuples becomes a view of the file; so does the local part of a DTensor
@@ -48,54 +50,65 @@ def stage(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = No
         state_dict: Borrowed for the call. Its tensors may lie on any device.
         file: Receives the bytes.
         save: The save that the state is staged for. A tensor that still matches an item in its ``taken`` is not copied.
+        known: The plan of an earlier save.
 
     Returns:
-        The same structure. It keeps the file's memory until that is saved, which is possible once.
+        The same structure, and its plan. The structure keeps the file's memory until that is saved, which is possible
+        once.
 
     Raises:
         CapacityError: The tensors do not fit.
         InvalidInputError: An object cannot be copied. The message says where it is.
     """
-    named: dict[int, tuple[list[str], torch.Tensor]] = {}
+    delegated = save.taken if save is not None else {}
+    values = known.values_of(state_dict, delegated) if known is not None else None
+    if values is None:
+        known = StatePlan.of(state_dict, delegated)
+        values = known.values_of(state_dict, delegated) if known is not None else None
+    if known is not None and values is not None and (others := _copies_of(values.others)) is not None:
+        later = begin_tensors(file, known.layout, values.parts, values.addresses, at_once=False)
+        state = StagedState(partial(known.build, others=others), known.keys, save, later)
+        later.begin()  # last: Python on two threads is slower than on one
+        return state, known
+    return _staged_by_value(state_dict, file, save), None
+
+
+def _copies_of(values: Sequence[Any]) -> Sequence[Any] | None:
+    """Return copies of values that are no tensors; ``None`` if one of them cannot be copied."""
+    odd = [value for value in values if type(value) not in _ATOMS]
+    if not odd:
+        return values
+    try:
+        objects: dict[int, Any] = {}
+        _collect(None, odd, {}, objects)
+        memo = _copied_by_pickle(objects)
+        copies = iter(copy.deepcopy(odd, memo))
+    except Exception:  # noqa: BLE001 - copying may raise anything; staging by value tells which one it is
+        return None
+    return [value if type(value) in _ATOMS else next(copies) for value in values]
+
+
+def _staged_by_value(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None) -> StagedState:
+    """Stage a state that no plan describes: see `stage`. It copies the tensors that other ranks save, too."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
     objects: dict[int, Any] = {}
     _collect(None, state_dict, named, objects)
     memo = _copied_by_pickle(objects)
-    delegated = save.taken if save is not None else {}
-    replicas: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
-    for number, (names, tensor) in named.items():
-        if delegated and (replica := placeholder(tensor, names, delegated)) is not None:
-            replicas[number] = replica
-        elif _is_simple(tensor):
-            parts.append((names[0], tensor))
+    for number, (name, tensor) in named.items():
+        locals_ = _local_parts(tensor)
+        if not any(map(problem_of, locals_)):
+            parts += [(name, part.detach().as_subclass(torch.Tensor)) for part in locals_]
             staged.append((number, tensor))
         else:
-            locals_ = _local_parts(tensor)
-            if not any(map(problem_of, locals_)):
-                parts += [(names[0], part.detach().as_subclass(torch.Tensor)) for part in locals_]
-                staged.append((number, tensor))
-            else:
-                memo[number] = _unusual(names[0], tensor, locals_, memo)
-    if not (file.gpu.is_asked or file.store.device_bytes or may_be_on_gpu(tensor for _, tensor in parts)):
-        views = file.add_from_host(parts)
-        _put_views(memo, staged, views)
-        return StagedState(_copy_all(state_dict, replicas, memo), save, file, views)
-    later = begin_tensors(file, parts, at_once=False)
-    try:
-        if not later.ready.is_set() and not _is_plain_nest(state_dict):
-            later.begin()
-            later.result()
-        if later.ready.is_set():
-            _put_views(memo, staged, later.result())
-        else:
-            memo.update(_awaited(staged, later))
-        copied = LaterState(_copy_all(state_dict, replicas, memo), save, file, later)
-    except BaseException:
-        later.discard()
-        raise
+            memo[number] = _unusual(name, tensor, locals_, memo)
+    later = copy_in(file, parts, at_once=False)
     later.begin()
-    return copied
+    views = iter(later.result())
+    memo.update((number, _rebuilt(tensor, views)) for number, tensor in staged)
+    content = {key: _copied(key, value, memo) for key, value in state_dict.items()}
+    return StagedState(lambda _: content, content, save, later)
 
 
 def _copied_by_pickle(objects: Mapping[int, Any]) -> dict[int, Any]:
@@ -112,51 +125,6 @@ def _copied_by_pickle(objects: Mapping[int, Any]) -> dict[int, Any]:
         )
         return {}
     return dict(zip(objects, copies, strict=True))
-
-
-def _put_views(memo: dict[int, Any], staged: Iterable[tuple[int, torch.Tensor]], views: Iterable[torch.Tensor]) -> None:
-    """Note the copy of each staged tensor, made of its views, by the tensor's number."""
-    remaining = iter(views)
-    for number, tensor in staged:
-        memo[number] = _rebuilt(tensor, remaining)
-
-
-def _copy_all(state_dict: Mapping[str, Any], replicas: Mapping[int, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """Copy a state dict whose tensors have copies already. ``replicas`` stand for those that another rank saves."""
-    if replicas:
-        # An object is saved with everything that it refers to. So its tensors are copied here, even if another rank
-        # saves them by name.
-        for key, value in state_dict.items():
-            for inner in _objects(value):
-                _copied(key, inner, memo)
-        memo.update({number: replica for number, replica in replicas.items() if number not in memo})
-    return {key: _copied(key, value, memo) for key, value in state_dict.items()}
-
-
-def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:
-    """Return stand-ins, by number, for tensors whose views follow."""
-    found = {}
-    at = 0
-    for number, tensor in staged:
-        if type(tensor) in PLAIN_TYPES and not holds_shards(tensor):
-            found[number] = Awaited(lambda at=at: later.views[at])  # type: ignore[misc]
-            at += 1
-        else:
-            count = len(_local_parts(tensor))
-            begin, at = at, at + count
-            found[number] = Awaited(
-                lambda tensor=tensor, begin=begin, end=at: _rebuilt(tensor, iter(later.result()[begin:end]))  # type: ignore[misc]
-            )
-    return found
-
-
-def _is_plain_nest(value: Any) -> bool:
-    """Whether tensors can be put into a copy of it later: it consists of dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return all(map(_is_plain_nest, value.values()))
-    if isinstance(value, (list, tuple)):
-        return (type(value) in {list, tuple}) and all(map(_is_plain_nest, value))
-    return not isinstance(value, Mapping)
 
 
 def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:
@@ -177,22 +145,9 @@ def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], mem
 
 def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return _deep_copy(value, memo)
+        return copy.deepcopy(value, memo)
     except Exception as error:
         raise InvalidInputError(f"{key!r} contains an object that cannot be copied: {error}") from error
-
-
-def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the result of `copy.deepcopy`; faster for a dict with string keys whose values were copied already."""
-    if type(value) is not dict or id(value) in memo:
-        return copy.deepcopy(value, memo)
-    copied = memo[id(value)] = {}
-    memo.setdefault(id(memo), []).append(value)  # as `copy.deepcopy` does: no other object reuses its id meanwhile
-    for name, inner in value.items():
-        own = name if type(name) is str else copy.deepcopy(name, memo)
-        known = memo.get(id(inner))
-        copied[own] = _deep_copy(inner, memo) if known is None else known
-    return copied
 
 
 def _copies_itself(value: Any) -> bool:
@@ -201,19 +156,10 @@ def _copies_itself(value: Any) -> bool:
     return hasattr(type(value), "__deepcopy__") and not is_array_of_numbers
 
 
-def _collect(
-    path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]], objects: dict[int, Any]
-) -> None:
-    """Find the tensors, each once, and the objects to be pickled.
-
-    A tensor's names are as DCP's planners build them; a name may be empty.
-    """
+def _collect(path: str | None, value: Any, found: dict[int, tuple[str, torch.Tensor]], objects: dict[int, Any]) -> None:
+    """Find the tensors, each once with a name as DCP's planners build it, and the objects to be pickled."""
     if isinstance(value, (torch.Tensor, ShardedTensor)):
-        known = found.get(id(value))
-        if known is None:
-            found[id(value)] = [path or ""], value
-        else:
-            known[0].append(path or "")
+        found.setdefault(id(value), (path or "", value))
         return
     if isinstance(value, Mapping):
         pairs: Iterable[tuple[Any, Any]] = value.items()
@@ -225,32 +171,7 @@ def _collect(
         return
     before = "" if path is None else f"{path}."
     for key, inner in pairs:
-        if type(inner) in PLAIN_TYPES and id(inner) not in found:  # nearly all values
-            found[id(inner)] = [f"{before}{key!s}"], inner
-        else:
-            _collect(f"{before}{key!s}", inner, found, objects)
-
-
-def _objects(value: Any) -> Iterator[Any]:
-    """Yield the values that DCP's planners save as objects, tuples among them."""
-    if isinstance(value, (Mapping, list)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _objects(inner)
-    elif not isinstance(value, (torch.Tensor, ShardedTensor)):
-        yield value
-
-
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a quick check shows that a tensor consists of its bytes alone. It does so for nearly all tensors."""
-    return (
-        type(tensor) in PLAIN_TYPES
-        and (tensor.is_cpu or tensor.is_cuda)
-        and tensor.layout is torch.strided
-        and not is_quantized(tensor)
-        and not tensor.is_nested
-        and bool(tensor.data_ptr() or not tensor.numel())
-        and not (tensor.storage_offset() and lies_nowhere(tensor))
-    )
+        _collect(f"{before}{key!s}", inner, found, objects)
 
 
 def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from tierfs.device.accelerator import accelerators, as_bytes
+from tierfs.device.accelerator import as_bytes
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
@@ -81,11 +81,6 @@ def has_size_in_plans(dtype: torch.dtype) -> bool:
     except TypeError:
         return False
     return True
-
-
-def may_be_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of these tensors lies on a GPU; also true if a GPU was used in this process before."""
-    return bool(accelerators) or any(tensor.is_cuda for tensor in tensors)
 
 
 def is_quantized(tensor: Any) -> bool:

@@ -26,6 +26,7 @@ from tierfs.dcp.save.replicas import Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
 from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
+from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.dcp.stager import stage
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
@@ -154,6 +155,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _begin_anew(self) -> None:
         self._here = _WriterThread()
         self._saves = Saves()
+        self._plan: StatePlan | None = None  # of the last state that was staged
         self._staged_on: int | None = None  # id of the thread that called `stage` last
 
     @property
@@ -205,7 +207,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             if not others_wait():
                 raise
             save.failure = detached(error)
-            return StagedState({}, save, None)
+            return StagedState(lambda _: {}, (), save, None)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         if self._replicas is not None:
@@ -213,13 +215,15 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._is_stock:  # layout="dcp" writes through the ram tier again: its copy must not fill that tier
             file = ShardFile(store, self._gpu)
             try:
-                return stage(state_dict, file, save)
+                staged, self._plan = stage(state_dict, file, save, self._plan)
+                return staged
             except BaseException as error:
                 file.abort()  # its memory is needed to write in waves
                 if not isinstance(error, CapacityError):
                     raise
                 say_waves(store, error)
-        return stage(state_dict, ShardFile(store, self._gpu, private=True), save)
+        staged, self._plan = stage(state_dict, ShardFile(store, self._gpu, private=True), save, self._plan)
+        return staged
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging is complete when `stage` returns."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ import torch
 from tierfs._fork import PerProcess
 from tierfs.device.kernel_launch import copy_pieces, hash_blocks
 from tierfs.errors import CapacityError, StoreError
+
+if TYPE_CHECKING:
+    from tierfs.device.transfer import MemoryRegion
 
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
 """After these, the host does the GPU's work: it has no memory left, or cannot compile the kernels."""
@@ -116,24 +119,32 @@ class Accelerator:
         for to, begin in fused.values():
             torch._foreach_copy_(to, begin)
 
-    def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def gather(self, memory: torch.Tensor, regions: Sequence[tuple[int, MemoryRegion]]) -> None:
         """Queue copies on the current stream of tensors into device memory, with their elements in row-major order.
 
         Args:
             memory: uint8 of one dimension.
-            parts: For each tensor its offset in bytes, a multiple of the element's size, and the tensor.
-                Tensors are not empty, and lie strided on the device.
+            regions: Each with its offset in the memory, in bytes. It is a multiple of each element's size.
         """
-        if not self.has_kernels:
-            self.copy([view_of(memory, at, tensor) for at, tensor in parts], [tensor.detach() for _, tensor in parts])
-            return
-        plain = []
-        for at, tensor in parts:
-            if _is_plain(tensor):
-                plain.append((memory.data_ptr() + at, tensor.data_ptr(), tensor.nbytes))
-            else:
-                view_of(memory, at, tensor).copy_(tensor.detach(), non_blocking=True)
-        copy_pieces(plain, self.device)
+        others = [
+            (begin + at, tensor)
+            for begin, region in regions
+            if not (self.has_kernels and region.addresses.all())
+            for at, address, tensor in zip(
+                region.offsets.tolist(), region.addresses.tolist(), region.tensors, strict=True
+            )
+            if not (self.has_kernels and address)
+        ]
+        if others:
+            self.copy([view_of(memory, at, tensor) for at, tensor in others], [tensor.detach() for _, tensor in others])
+        if self.has_kernels and regions:
+            begin = memory.data_ptr()
+            rows = [
+                np.stack((each.offsets + np.uint64(begin + at), each.addresses, each.sizes), axis=1)
+                for at, each in regions
+            ]
+            table = np.concatenate(rows)
+            copy_pieces(table[table[:, 1] != 0], self.device)
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy from the device to the host.
@@ -255,7 +266,10 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
 
 
 def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
-    return next((accelerator for accelerator in accelerators if accelerator.owns(tensor)), None)
+    for accelerator in accelerators:  # a generator takes twice as long, and this is asked for each tensor of a save
+        if accelerator.owns(tensor):
+            return accelerator
+    return None
 
 
 def has_accelerator() -> bool:

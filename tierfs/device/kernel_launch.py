@@ -108,7 +108,7 @@ def _compile(cupy: Any, name: str, path: Path) -> Any:
         raise StoreError(f"the GPU's compiler rejected kernel {name} of {path}: {error}") from error
 
 
-def piece_table(copies: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64]:
+def piece_table(copies: Sequence[tuple[int, int, int]] | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Cut copies, each a target's address, a source's address and a length, into pieces of at most `PIECE_BYTES`.
 
     Returns:
@@ -124,7 +124,7 @@ def piece_table(copies: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64
     return table
 
 
-def copy_pieces(copies: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+def copy_pieces(copies: Sequence[tuple[int, int, int]] | npt.NDArray[np.uint64], device: torch.device) -> None:
     """Queue copies on torch's current stream of ``device``. Returns before the kernel has run.
 
     Each copy is a target's and a source's address in the device's memory, and a length in bytes. Nothing overlaps.

@@ -52,16 +52,23 @@ class CaptureMode(enum.Enum):
 
 
 class MemoryRegion(NamedTuple):
-    """A contiguous range of host memory.
+    """A contiguous range of host memory, and the tensors that cover it without gaps.
 
     Attributes:
-        length: Length in bytes.
-        parts: For each tensor its offset in the region, and the tensor, strided on the device. They cover the region
-            without gaps.
+        length: In bytes.
+        longest: Bytes of the longest tensor.
+        tensors: Strided on the device.
+        offsets: uint64: where each tensor lies in the region, in bytes.
+        sizes: uint64: the bytes of each tensor.
+        addresses: uint64: of each tensor's bytes on the device; 0 if they are not contiguous.
     """
 
     length: int
-    parts: Sequence[tuple[int, torch.Tensor]]
+    longest: int
+    tensors: Sequence[torch.Tensor]
+    offsets: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
+    addresses: np.ndarray[Any, Any]
 
 
 class Transfer:
@@ -104,6 +111,7 @@ class Transfer:
         self._tier = tier
         self._pin, self._find, self._fall_back = pin, find, fall_back
         self._regions: Sequence[MemoryRegion] = ()
+        self._direct: list[list[tuple[int, torch.Tensor]]] = []  # per region, the bytes of the tensors read in place
         self._sources: list[torch.Tensor | None] = []  # per region, the device memory it was gathered in
         self._kept: list[tuple[torch.Tensor, int]] = []  # tensors read in place, with their versions
         self._captured: Any = None
@@ -132,19 +140,16 @@ class Transfer:
                 "a state cannot be staged while a CUDA graph is captured: stage before or after the capture"
             )
         self._regions = regions
-        gathered = [self.mode is CaptureMode.DEVICE or _is_small(region) for region in regions]
+        gathered = [self.mode is CaptureMode.DEVICE or region.longest < SMALL_BYTES for region in regions]
         offsets, total = [], 0
         for region, is_gathered in zip(regions, gathered, strict=True):
             offsets.append(total)
             total += -(-region.length // ALIGN_BYTES) * ALIGN_BYTES if is_gathered else 0
         self.offsets = offsets
-        parts = [
-            (at + inside, tensor)
-            for region, at, is_gathered in zip(regions, offsets, gathered, strict=True)
-            if is_gathered
-            for inside, tensor in region.parts
-        ]
-        memory = self._gather(total, parts)
+        memory = self._gather(
+            total,
+            [(at, region) for at, region, is_small in zip(offsets, regions, gathered, strict=True) if is_small],
+        )
         if memory is None and self.mode is CaptureMode.DEVICE:
             self.mode = CaptureMode.RAM
             self.capture(regions)
@@ -155,20 +160,16 @@ class Transfer:
             memory[at : at + region.length] if memory is not None and is_gathered else None
             for region, at, is_gathered in zip(regions, offsets, gathered, strict=True)
         ]
+        direct = [() if is_gathered else region.tensors for region, is_gathered in zip(regions, gathered, strict=True)]
         with torch.no_grad():
-            if not all(gathered):
-                self._regions = [
-                    region if is_gathered else region._replace(parts=[(at, _flat(one)) for at, one in region.parts])
-                    for region, is_gathered in zip(regions, gathered, strict=True)
-                ]
-        if self.mode is CaptureMode.LAZY:
-            direct = [
-                tensor
-                for region, is_gathered in zip(regions, gathered, strict=True)
-                if not is_gathered
-                for _, tensor in region.parts
+            self._direct = [
+                [(at, _flat(one)) for at, one in zip(region.offsets.tolist() if tensors else (), tensors, strict=True)]
+                for region, tensors in zip(regions, direct, strict=True)
             ]
-            self._kept = [(tensor, version) for tensor in direct if (version := _version(tensor)) is not None]
+        if self.mode is CaptureMode.LAZY:
+            self._kept = [
+                (one, version) for tensors in direct for one in tensors if (version := _version(one)) is not None
+            ]
         self._captured = self._accelerator.record(self._accelerator.current())
         if self.generation is not None:
             self.generation.taken_s = time.monotonic()
@@ -178,7 +179,7 @@ class Transfer:
         if self.mode is CaptureMode.RAM:
             self._hurry.set()
 
-    def _gather(self, total: int, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+    def _gather(self, total: int, regions: Sequence[tuple[int, MemoryRegion]]) -> torch.Tensor | None:
         """Gather tensors in new memory on the device. If the GPU fails, report a fallback and return ``None``."""
         try:
             if self.mode is CaptureMode.DEVICE:
@@ -188,7 +189,7 @@ class Transfer:
             else:
                 memory = self._accelerator.allocate(total)
             with torch.no_grad():
-                self._accelerator.gather(memory, parts)
+                self._accelerator.gather(memory, regions)
         except GPU_FAILURES as error:
             if self.generation is not None:
                 assert self._tier is not None
@@ -294,7 +295,7 @@ class Transfer:
                 assert self._tier is not None
                 self._tier.give(self.generation, drained=self._error is None)
         finally:  # other threads wait for it
-            self._regions, self._sources, self._kept = (), [], []
+            self._regions, self._direct, self._sources, self._kept = (), [], [], []
             # The owner of the host memory refers to this transfer. Break the reference cycle, which would keep the
             # owner and its memory alive until garbage collection.
             self._pin, self._find = (lambda: None), None
@@ -316,12 +317,12 @@ class Transfer:
         wanted = [[(0, region.length)] for region in self._regions]
         if self.generation is not None and self._accelerator.has_kernels and self._regions:
             wanted = self._without_known(targets)
-        for region, source, target, ranges in zip(self._regions, self._sources, targets, wanted, strict=True):
+        for direct, source, target, ranges in zip(self._direct, self._sources, targets, wanted, strict=True):
             if source is not None:
                 for begin, end in ranges:
                     yield target[begin:end], source[begin:end]
             else:
-                for at, tensor in region.parts:
+                for at, tensor in direct:
                     yield target[at : at + tensor.numel()], tensor
 
     def _without_known(self, targets: Sequence[torch.Tensor]) -> list[list[tuple[int, int]]]:
@@ -391,10 +392,6 @@ def _hook_optimizers() -> None:
     with _lock:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: fence_all()))
-
-
-def _is_small(region: MemoryRegion) -> bool:
-    return all(tensor.numel() * tensor.element_size() < SMALL_BYTES for _, tensor in region.parts)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,19 @@
-"""Large tensors are copied byte for byte, in a few long pieces, and no byte beside them changes."""
+"""Ranges of memory are copied byte for byte: large ones in a few long pieces, and no byte beside them changes."""
 
+import numpy as np
 import pytest
 import torch
 
 from tierfs import kernels
 from tierfs.dcp.save import copy as copying
-from tierfs.dcp.save.copy import LARGE_BYTES, copy_large
+from tierfs.dcp.save.copy import LARGE_BYTES, copy_ranges
 
 GUARD = 64
 
 
 @pytest.fixture(params=["kernels", "memcpy"])
 def pieces(request, monkeypatch, with_processors):
-    """The lengths of the pieces, in the order in which they are copied."""
+    """The lengths of the large pieces, in the order in which they are copied."""
     if request.param == "kernels" and kernels.active is None:
         pytest.skip(f"kernels: {kernels.status()}")
     with_processors(3)
@@ -32,7 +33,11 @@ def copied(lengths):
     """Copy random sources. Return the targets with the guard bytes around each, and the sources."""
     sources = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
     around = [torch.full((GUARD + length + GUARD,), 7, dtype=torch.uint8) for length in lengths]
-    copy_large([(memory[GUARD:-GUARD], source) for memory, source in zip(around, sources, strict=True)])
+    rows = [
+        (memory.data_ptr() + GUARD, source.data_ptr(), len(source))
+        for memory, source in zip(around, sources, strict=True)
+    ]
+    copy_ranges(np.array(rows, np.uint64).reshape(-1, 3))
     return around, sources
 
 
@@ -45,6 +50,8 @@ def copied(lengths):
         [LARGE_BYTES + 1, 3 * LARGE_BYTES - 1],
         [40 * LARGE_BYTES + 5],
         [LARGE_BYTES + number for number in range(50)],
+        [1 + 997 * number for number in range(1000)],
+        [5, LARGE_BYTES, 7, LARGE_BYTES - 1, 9],
     ],
 )
 def test_all_is_copied_and_nothing_beside_it(pieces, lengths):
@@ -52,7 +59,7 @@ def test_all_is_copied_and_nothing_beside_it(pieces, lengths):
     for memory, source in zip(around, sources, strict=True):
         assert torch.equal(memory[GUARD:-GUARD], source)
         assert bool((memory[:GUARD] == 7).all() and (memory[-GUARD:] == 7).all())
-    assert sum(pieces) == sum(lengths)
+    assert sum(pieces) == sum(length for length in lengths if length >= LARGE_BYTES)
 
 
 def test_the_kernels_copy_16_mib_at_a_time_and_memcpy_a_sixth_on_three_threads(pieces, request):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 
-from tierfs._fork import PerProcess
+from tierfs.dcp.save.copy import Addresses, address_of
 from tierfs.dcp.save.gpu_staging import pin
 from tierfs.dcp.save.plan import TensorPlan, plan_of
-from tierfs.dcp.save.saves import Save, StagedState
-from tierfs.dcp.save.shard_file import FileRun, ShardFile, say_waves
+from tierfs.dcp.save.shard_file import FileRun, RunMemory, ShardFile, say_waves
 from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
 from tierfs.errors import CapacityError
@@ -26,31 +26,46 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class Later:
-    """Views of staged tensors, some of which become available later.
+    """Views of tensors that are copied into a shard file. Some are available later, and all are made when needed.
 
     Args:
-        views: In order; ``None`` for a view that is not available yet.
+        file: Receives the tensors.
+        count: The number of views.
 
     Attributes:
-        views: As given. Complete once `ready` is set, unless there is an error.
-        ready: Set when no view is outstanding.
-        error: Why views are missing.
-        transfers: The transfers that produce the outstanding views.
-        fill: Makes the outstanding views.
+        file: As given.
+        ready: Set when all views can be made.
+        error: Why they cannot.
+        transfers: The transfers that produce outstanding views.
+        fill: Reserves the memory of outstanding views, and fills it.
     """
 
-    def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
-        self.views = list(views)
+    def __init__(self, file: ShardFile, count: int) -> None:
+        self.file = file
+        self._views: list[torch.Tensor | None] = [None] * count
+        self._parts: list[tuple[np.ndarray[Any, Any], TensorPlan, Sequence[RunMemory]]] = []
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self.transfers: Sequence[Transfer] = ()
         self.fill: Callable[[], None] | None = None
-        self.note_progress()
 
-    def note_progress(self) -> None:
-        """Set `ready` if all views are available."""
-        if all(view is not None for view in self.views):
-            self.ready.set()
+    def add(self, numbers: np.ndarray[Any, Any], plan: TensorPlan, memories: Sequence[RunMemory]) -> None:
+        """Note where planned tensors lie. ``numbers`` are those of their views."""
+        self._parts.append((numbers, plan, memories))
+
+    def made(self) -> list[tuple[int, torch.Tensor]]:
+        """Make the views of all tensors that have memory so far, and return them with their numbers."""
+        while self._parts:
+            numbers, plan, memories = self._parts.pop()
+            theirs = numbers.tolist()
+            for number, view in self.file.views(plan, memories):
+                self._views[theirs[number]] = view
+        return [(number, view) for number, view in enumerate(self._views) if view is not None]
+
+    def replace(self, views: Mapping[int, torch.Tensor]) -> None:
+        """Put other views in the place of these."""
+        for number, view in views.items():
+            self._views[number] = view
 
     def begin(self) -> None:
         """Start a thread that makes the outstanding views.
@@ -77,161 +92,109 @@ class Later:
         self.ready.wait()
         if self.error is not None:
             raise detached(self.error)
-        return [view for view in self.views if view is not None]
+        return [view for _, view in self.made()]
 
 
-class LaterState(StagedState):
-    """A staged state some of whose tensors follow: an `Awaited` stands for each of them until the content is read."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLayout:
+    """Where the tensors of a call lie, and how they will lie in a shard file.
 
-    def __init__(self, content: Mapping[str, Any], save: Save | None, file: ShardFile, later: Later) -> None:
-        self.later = later
-        self._lock = PerProcess(threading.Lock)
-        self._is_whole = later.ready.is_set()
-        super().__init__(content, save, file, later.result() if self._is_whole else ())
-
-    def wait(self) -> None:
-        """Wait for copies from a GPU.
-
-        If one fails, the save fails when it is planned, so that every rank gets the error.
-        """
-        try:
-            with self._lock():
-                if not self._is_whole:
-                    self.views = self.later.result()
-                    for key, value in dict.items(self):
-                        super().__setitem__(key, _replaced(value))
-                    self._is_whole = True
-            if self.file is not None:
-                self.file.wait_filled()
-        except Exception as error:
-            if self.save is None or self.save.address is not None:
-                raise
-            self.save.failure = detached(error)
-
-    def values(self) -> Any:
-        self.wait()
-        return super().values()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.wait()
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.wait()
-        return super().__getitem__(key)
-
-    def pop(self, *arguments: Any) -> Any:
-        self.wait()
-        return super().pop(*arguments)
-
-    def popitem(self) -> tuple[str, Any]:
-        self.wait()
-        return super().popitem()
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self.wait()
-        return super().setdefault(key, default)
-
-
-ForkingPickler.register(LaterState, LaterState.reduce_for_process)
-
-
-class Awaited:
-    """Stands for a tensor whose memory is not available yet.
-
-    ``make`` returns the tensor once it is available.
+    Attributes:
+        host: The numbers of the tensors in host memory, and their plan.
+        devices: The same for each GPU.
     """
 
-    __slots__ = ("_made", "_make")
+    host: tuple[np.ndarray[Any, Any], TensorPlan]
+    devices: Sequence[tuple[Accelerator, np.ndarray[Any, Any], TensorPlan]]
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._made: Any = None
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorLayout:
+        """Lay out named tensors."""
+        host: list[int] = []
+        devices: dict[int, tuple[Accelerator, list[int]]] = {}
+        for number, (_, tensor) in enumerate(tensors):
+            accelerator = accelerator_of(tensor) if tensor.numel() else None
+            if accelerator is None:
+                host.append(number)
+            else:
+                devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
 
-    def get(self) -> Any:
-        """Return the tensor, the same one each time."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        def planned(numbers: Sequence[int]) -> tuple[np.ndarray[Any, Any], TensorPlan]:
+            return np.array(numbers, np.int64), plan_of([tensors[number] for number in numbers])
 
-
-def _replaced(value: Any) -> Any:
-    """Replace stand-ins by their tensors. Dicts and lists are changed in place."""
-    if type(value) is Awaited:
-        return value.get()
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            value[key] = _replaced(inner)
-    elif type(value) is list:
-        value[:] = [_replaced(inner) for inner in value]
-    elif type(value) is tuple:
-        return tuple(_replaced(inner) for inner in value)
-    return value
+        return cls(planned(host), [(one, *planned(numbers)) for one, numbers in devices.values()])
 
 
 class _GpuPart:
-    """The tensors of one GPU.
+    """The tensors of one GPU. ``numbers`` are those of the tensors among all tensors of the call."""
 
-    ``numbers`` are those of the tensors among all tensors of the call.
-    """
-
-    def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
+    def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: np.ndarray[Any, Any]) -> None:
         self.transfer = transfer
         self.plan = plan
         self.numbers = numbers
         self.runs: list[FileRun] = []
         self.targets: list[torch.Tensor] = []
 
-    def regions(self, tensors: Sequence[torch.Tensor]) -> list[MemoryRegion]:
+    def regions(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> list[MemoryRegion]:
         """Return the regions for `Transfer.capture`."""
         return [
             MemoryRegion(
                 sum(run.lengths),
-                [(entry.at, tensors[number]) for number, entry in zip(run.numbers, run.entries, strict=True)],
+                run.longest,
+                [tensors[number] for number in run.numbers.tolist()],
+                run.offsets,
+                run.sizes,
+                addresses[run.numbers],
             )
             for run in self.plan.runs
         ]
 
 
-def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
-    """Copy tensors into a shard file.
+def copy_in(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
+    """Copy named tensors into a shard file: see `begin_tensors`."""
+    plain = [tensor for _, tensor in tensors]
+    addresses = np.fromiter(map(address_of, plain), np.uint64, len(plain))
+    return begin_tensors(file, TensorLayout.of(tensors), plain, addresses, at_once=at_once)
+
+
+def begin_tensors(
+    file: ShardFile, layout: TensorLayout, tensors: Sequence[torch.Tensor], addresses: Addresses, *, at_once: bool
+) -> Later:
+    """Copy tensors into a shard file, bit for bit.
 
     Those on a GPU may follow in the background: see `Later` and `ShardFile.wait_filled`.
 
     Args:
         file: Receives the bytes.
-        tensors: With their names. Strided, on any device. Tensors with elements are copied bit for bit.
-        at_once: Whether all views have to be available on return.
+        layout: Of the tensors.
+        tensors: Strided, on any device.
+        addresses: uint64: see `address_of`.
+        at_once: Whether all bytes have to be in the file on return.
 
     Returns:
-        For each tensor, a view of the file with the same dtype and shape, on the CPU. Each view has a storage of its
-        own, because pickling a tensor pickles its whole storage. A DTensor over a part of a storage cannot be pickled
-        at all (torch 2.13 reads from address 0).
+        For each tensor, a view of the file with the same dtype and shape, on the CPU.
 
     Raises:
         CapacityError: A tensor found no contiguous room before the timeout.
         InvalidInputError: A CUDA graph is being captured, or the requested mode is not possible.
     """
-    host, devices = _by_accelerator([tensor for _, tensor in tensors])
-    if not at_once and tensors:
-        file.gpu.check(file.store, has_gpu=bool(devices))
-    if not devices:
-        return Later(file.add_from_host(tensors))
+    later = Later(file, len(tensors))
+    numbers, plan = layout.host
     jobs: list[_GpuPart] = []
     before = len(file.transfers)
-    later = Later([None] * len(tensors))
+    if not at_once and tensors:
+        file.gpu.check(file.store, has_gpu=bool(layout.devices))
     try:
-        for accelerator, numbers in devices.values():
-            plan = plan_of([tensors[number] for number in numbers])
+        for accelerator, places, device_plan in layout.devices:
             transfer = file.gpu.transfer(accelerator, file.store, partial(pin, file, accelerator), at_once=at_once)
-            job = _GpuPart(transfer, plan, numbers)
+            job = _GpuPart(transfer, device_plan, places)
             jobs.append(job)
             # First, so that the GPU copies while this thread does the rest.
-            transfer.capture(job.regions([tensors[number][1] for number in numbers]))
+            transfer.capture(job.regions([tensors[number] for number in places.tolist()], addresses[places]))
             file.transfers.append((transfer, job.runs))
-        views = file.add_from_host([tensors[number] for number in host])
-        for number, view in zip(host, views, strict=True):
-            later.views[number] = view
+        if len(numbers):
+            theirs = [tensors[number] for number in numbers.tolist()]
+            later.add(numbers, plan, file.copy_from_host(plan, theirs, addresses[numbers]))
         # Nothing stops training from changing these tensors later, so they are copied now. Tensors of the other GPUs
         # may be safe already.
         unsafe = [job for job in jobs if job.transfer.mode is CaptureMode.RAM]
@@ -247,6 +210,8 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
     later.transfers = [job.transfer for job in rest]
     if rest:
         later.fill = partial(_fill, file, rest, later)
+    else:
+        later.ready.set()
     return later
 
 
@@ -267,12 +232,11 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
             _go_in_waves(file, error, later)
             rooms = [file.make_room(job.plan) for job in jobs]
         for job, begun in zip(jobs, rooms, strict=True):
-            for run, (_, memory) in zip(job.plan.runs, begun, strict=True):
-                for number, view in zip(run.numbers, file.views(run, memory), strict=True):
-                    later.views[job.numbers[number]] = view
+            later.add(job.numbers, job.plan, [memory for _, memory in begun])
             job.runs += [run for run, _ in begun]
             job.targets = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun]
-        later.note_progress()
+        if is_alone:
+            later.ready.set()
         for job in jobs:
             job.transfer.run(job.targets)
     except BaseException as error:
@@ -312,21 +276,7 @@ def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:
     """
     say_waves(file.store, error)
     # No caller has these views yet: a staged state gives out nothing before all views are available.
-    held = [(number, view) for number, view in enumerate(later.views) if view is not None]
+    held = later.made()
     copies = file.private_copies([view for _, view in held])
-    for (number, _), copied in zip(held, copies, strict=True):
-        later.views[number] = copied
+    later.replace({number: copied for (number, _), copied in zip(held, copies, strict=True)})
     file.become_private()
-
-
-def _by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:
-    """Return the numbers of the tensors in host memory, and of those on each GPU."""
-    host: list[int] = []
-    devices: dict[int, tuple[Accelerator, list[int]]] = {}
-    for number, tensor in enumerate(tensors):
-        accelerator = accelerator_of(tensor) if tensor.numel() else None
-        if accelerator is None:
-            host.append(number)
-        else:
-            devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
-    return host, devices

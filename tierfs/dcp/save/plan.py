@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
@@ -167,25 +168,31 @@ def header(entries: Iterable[HeaderEntry], note: Mapping[str, str] = NOTE) -> by
     return len(text).to_bytes(8, "little") + text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorRun:
     """A run of tensors of one dtype.
 
     Attributes:
         dtype: Of all its tensors.
-        numbers: The numbers of its tensors, in order.
+        numbers: int64 [tensors]: the numbers of its tensors, in order.
         shapes: The shape of each tensor; ``None`` if all have one dimension.
         counts: The number of elements of each tensor.
         entries: The header's entry of each tensor.
         lengths: The lengths of the run's chunks, in bytes.
+        offsets: uint64 [tensors]: where each tensor lies in the run, in bytes.
+        sizes: uint64 [tensors]: the bytes of each tensor.
+        longest: Bytes of the longest of them.
     """
 
     dtype: torch.dtype
-    numbers: tuple[int, ...]
+    numbers: np.ndarray[Any, Any]
     shapes: tuple[torch.Size, ...] | None
     counts: tuple[int, ...]
     entries: tuple[HeaderEntry, ...]
     lengths: tuple[int, ...]
+    offsets: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
+    longest: int
 
     def views(self, memory: Any) -> list[torch.Tensor]:
         """Return the tensors as views of the run's memory, each with a storage of its own."""
@@ -198,8 +205,19 @@ class TensorRun:
                 view.resize_(shape)
         return views
 
+    def copies(self, begin: int, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the copies that fill the run: uint64 [copies, 3], each a target, a source and a length.
 
-@dataclass(frozen=True, slots=True)
+        Args:
+            begin: The address of the run.
+            addresses: uint64: of each tensor of the plan. Tensors at address 0 are left out.
+        """
+        sources = addresses[self.numbers]
+        found = np.stack((self.offsets + np.uint64(begin), sources, self.sizes), axis=1)
+        return found if sources.all() else found[sources != 0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorPlan:
     """The layout of all tensors.
 
@@ -207,11 +225,13 @@ class TensorPlan:
         runs: For the tensors that have elements.
         names: The names of these tensors; no two are the same.
         length: Of all runs, in bytes.
+        empty: The numbers of the tensors without elements, with their dtypes and shapes.
     """
 
     runs: tuple[TensorRun, ...]
     names: frozenset[str]
     length: int
+    empty: tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
 def plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorPlan:
@@ -247,14 +267,19 @@ def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Te
         runs.append(
             TensorRun(
                 tensors[numbers[0]][1],
-                numbers,
+                np.array(numbers, np.int64),
                 None if all(len(shape) == 1 for shape in shapes) else shapes,
                 tuple(sizes[piece][0] for piece in plan.pieces),
                 tuple(entries),
                 plan.lengths,
+                np.array([entry.at for entry in entries], np.uint64),
+                np.array([entry.length for entry in entries], np.uint64),
+                max(entry.length for entry in entries),
             )
         )
-    return TensorPlan(tuple(runs), frozenset(names - {METADATA_NAME}), sum(piece.length for piece in pieces))
+    total = sum(piece.length for piece in pieces)
+    empty = tuple((at, dtype, shape) for at, (_, dtype, shape) in enumerate(tensors) if not shape.numel())
+    return TensorPlan(tuple(runs), frozenset(names - {METADATA_NAME}), total, empty)
 
 
 def described(dtype: torch.dtype, shape: Iterable[int], length: int) -> tuple[str, tuple[int, ...]]:

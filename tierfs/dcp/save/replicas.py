@@ -105,11 +105,14 @@ class Replicas:
             return
         ours = {item.index.fqn for item in kept}
         count = Counter(item.index.fqn for item in offered)
-        self._items = {
-            item.index.fqn: _marked(item)
+        found = {
+            item.index.fqn: item
             for item in offered
             if item.tensor_data is not None and item.index.fqn not in ours and count[item.index.fqn] == 1
         }
+        is_same = len(found) == len(taken) and all(taken.get(name) is item for name, item in found.items())
+        # The same mapping tells `tierfs.dcp.save.state_plan` that nothing has changed.
+        self._items = taken if is_same else {name: _marked(item) for name, item in found.items()}
 
 
 def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> RemoteReplica | None:

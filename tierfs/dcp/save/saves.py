@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
+from tierfs._fork import PerProcess
 from tierfs.dcp.address import Address
-from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.tensorbytes import holds_shards
 from tierfs.device.tier import Spot
 from tierfs.device.transfer import Transfer
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.gc_pause import detached
+
+if TYPE_CHECKING:
+    from tierfs.dcp.save.gpu_tensors import Later
 
 ALIGN_BYTES = 64
 
@@ -147,24 +150,51 @@ def note_stored(save: Save) -> None:
 class StagedState(dict[str, Any]):
     """A staged state dict. For `pickle` and `copy` it is a dict.
 
+    Its values are made when one of them is read first: by the thread that saves, while training goes on.
+
     Args:
-        content: Its content.
+        make: Makes the content from the staged tensors. These are contiguous, on the CPU, each with a storage of its
+            own. They may be anywhere in it, and be the local parts of DTensors and ShardedTensors.
+        keys: Of the content.
         save: The save that it was staged for, if any.
+        later: Has the staged tensors; ``None`` if nothing was staged.
+
+    Attributes:
         file: The shard file that its tensors lie in; ``None`` if nothing was staged, and once another process has it.
-        views: The staged tensors in the content: contiguous, on the CPU, each with a storage of its own. They may be
-            anywhere in it, and be the local parts of DTensors and ShardedTensors.
     """
 
     def __init__(
-        self, content: Mapping[str, Any], save: Save | None, file: ShardFile | None, views: Sequence[torch.Tensor] = ()
+        self,
+        make: Callable[[Sequence[torch.Tensor]], dict[str, Any]],
+        keys: Iterable[str],
+        save: Save | None,
+        later: Later | None,
     ) -> None:
-        super().__init__(content)
+        super().__init__(dict.fromkeys(keys))
         self.save = save
-        self.file = file
-        self.views = views
+        self.file = later.file if later is not None else None
+        self._views: Sequence[torch.Tensor] = ()
+        self._later = later
+        self._make: Callable[[Sequence[torch.Tensor]], dict[str, Any]] | None = make
+        self._lock = PerProcess(threading.Lock)
 
     def wait(self) -> None:
-        """Wait until the content is complete."""
+        """Make the content, and wait for copies from a GPU.
+
+        If one fails, the save fails when it is planned, so that every rank gets the error.
+        """
+        try:
+            with self._lock():
+                if self._make is not None:
+                    self._views = self._later.result() if self._later is not None else ()
+                    super().update(self._make(self._views))
+                    self._make = self._later = None
+            if self.file is not None:
+                self.file.wait_filled()
+        except Exception as error:
+            if self.save is None or self.save.address is not None:
+                raise
+            self.save.failure = detached(error)
 
     def items(self) -> Any:
         """Return the items. DCP calls this first on the state that it saves, on the thread that saves it."""
@@ -172,6 +202,43 @@ class StagedState(dict[str, Any]):
         if self.save is not None:
             _thread.read = self.save
         return super().items()
+
+    def values(self) -> Any:
+        self.wait()
+        return super().values()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.wait()
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.wait()
+        return super().__getitem__(key)
+
+    def pop(self, *arguments: Any) -> Any:
+        self.wait()
+        return super().pop(*arguments)
+
+    def popitem(self) -> tuple[str, Any]:
+        self.wait()
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.wait()
+        return super().setdefault(key, default)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __eq__(self, other: object) -> bool:
+        self.wait()
+        return super().__eq__(other)
+
+    __hash__ = None  # as of a dict
+
+    def __repr__(self) -> str:
+        self.wait()
+        return super().__repr__()
 
     def __iter__(self) -> Any:
         # Defined so that `dict(...)`, `copy` and `**` call `__getitem__` instead of reading the table directly.
@@ -190,7 +257,7 @@ class StagedState(dict[str, Any]):
         their room in the ram tier is free.
         """
         self.wait()
-        views, file = self.views, self.file
+        views, file = self._views, self.file
         if file is not None:
             file.check_is_held()  # a failure would not reach the other process
             file.check_arrived()

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.copy import copy_tensors
+from tierfs.dcp.save.copy import Addresses, address_of, copy_ranges
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, TensorRun, described, plan_of, plan_runs, unique
+from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, described, plan_of, plan_runs, unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
 from tierfs.errors import CapacityError, CorruptionError, StoreError
@@ -156,29 +156,50 @@ class ShardFile:
         return begun
 
     def add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Copy tensors in host memory into the file: see `tierfs.dcp.save.gpu_tensors.begin_tensors`."""
-        plan = plan_of(tensors)
-        views: list[torch.Tensor | None] = [None] * len(tensors)
-        with torch.no_grad():
-            batches = []
-            for run, (_, memory) in zip(plan.runs, self.make_room(plan), strict=True):
-                found = self.views(run, memory)
-                for number, view in zip(run.numbers, found, strict=True):
-                    views[number] = view
-                originals = [tensors[number][1] for number in run.numbers]
-                batches.append((found, originals, max(run.counts) * run.dtype.itemsize))
-            copy_tensors(batches)
-            return [
-                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
-                for view, (_, tensor) in zip(views, tensors, strict=True)
-            ]
+        """Copy named tensors in host memory into the file, and return views of the copies, in order.
 
-    def views(self, run: TensorRun, memory: RunMemory) -> list[torch.Tensor]:
-        """Return the tensors of a run as views of its memory. From now on `staged_in` finds them."""
-        views = run.views(memory)
-        for view in views:
-            view.untyped_storage()._tierfs_memory = memory
-        return views
+        Each view has a storage of its own, because pickling a tensor pickles its whole storage. Raises as `make_room`.
+        """
+        plan, plain = plan_of(tensors), [tensor for _, tensor in tensors]
+        addresses = np.fromiter(map(address_of, plain), np.uint64, len(plain))
+        found = self.views(plan, self.copy_from_host(plan, plain, addresses))
+        return [view for _, view in sorted(found)]
+
+    def copy_from_host(
+        self, plan: TensorPlan, tensors: Sequence[torch.Tensor], addresses: Addresses
+    ) -> list[RunMemory]:
+        """Copy tensors in host memory into the file, bit for bit, and return the memory of each run of the plan.
+
+        Args:
+            plan: Of the tensors.
+            tensors: Strided.
+            addresses: uint64: of each tensor's bytes; 0 if only torch can copy it: see `address_of`.
+
+        Raises:
+            CapacityError: See `make_room`.
+        """
+        begun = self.make_room(plan)
+        rows = []
+        with torch.no_grad():
+            for planned, (run, memory) in zip(plan.runs, begun, strict=True):
+                rows.append(planned.copies(run.address, addresses))
+                if len(rows[-1]) < len(planned.numbers):
+                    for number, view in zip(planned.numbers.tolist(), planned.views(memory), strict=True):
+                        if not addresses[number]:
+                            view.copy_(tensors[number])
+            if rows:
+                copy_ranges(np.concatenate(rows))
+        return [memory for _, memory in begun]
+
+    def views(self, plan: TensorPlan, memories: Sequence[RunMemory]) -> list[tuple[int, torch.Tensor]]:
+        """Return planned tensors, with their numbers, as views of their runs' memory. `staged_in` finds them."""
+        found = [(number, torch.empty(shape, dtype=dtype, device="cpu")) for number, dtype, shape in plan.empty]
+        for run, memory in zip(plan.runs, memories, strict=True):
+            views = run.views(memory)
+            for view in views:
+                view.untyped_storage()._tierfs_memory = memory
+            found += zip(run.numbers.tolist(), views, strict=True)
+        return found
 
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Place]:
         """Copy the bytes of serialised objects into the file. Raises as `make_room` does."""

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.gpu_staging import GpuStaging, snapshots_of
-from tierfs.dcp.save.gpu_tensors import begin_tensors
+from tierfs.dcp.save.gpu_tensors import copy_in
 from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, Place, ShardFile, changed_on_the_way, memory_of, say_waves, staged_in
-from tierfs.dcp.tensorbytes import bytes_of, may_be_on_gpu, refuse_unusual
+from tierfs.dcp.tensorbytes import bytes_of, refuse_unusual
 from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import CHUNK_BYTES, DigestKind
@@ -101,11 +101,8 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
 
 def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Place]:
     """Copy tensors into a file, and return their places."""
-    if may_be_on_gpu(tensor for _, tensor in tensors):
-        views = begin_tensors(file, tensors, at_once=True).result()
-        file.wait_filled()
-    else:
-        views = file.add_from_host(tensors)
+    views = copy_in(file, tensors, at_once=True).result()
+    file.wait_filled()
     return [
         found[1]
         if (found := staged_in(view)) is not None

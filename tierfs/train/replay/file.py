@@ -16,7 +16,7 @@ import torch
 from tierfs.checkpoint.replayed import LoggedStep
 from tierfs.codec.layout.safetensors import read_table
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.gpu_tensors import begin_tensors
+from tierfs.dcp.save.gpu_tensors import copy_in
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import commit_shard
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
@@ -85,7 +85,7 @@ class LogFile:
         Raises:
             CapacityError: The ram tier has no room now.
         """
-        begin_tensors(self._file, tensors, at_once=True).result()
+        copy_in(self._file, tensors, at_once=True)
         self.length += sum(tensor.nbytes for _, tensor in tensors)
 
     def commit(self, path: str, facts: StepFacts, level: Level) -> None:
