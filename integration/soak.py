@@ -420,7 +420,7 @@ class World:
                 try:
                     index = self.model.check(name, found, floors[name], slot.directory)
                 except BrokenPromiseError as broken:
-                    if directory != slot.directory:
+                    if level != "staged":
                         raise
                     slot.host.has_conflicts, self.suspects[name] = True, broken
                     continue
