@@ -84,7 +84,7 @@ class World:
             self.endpoints = tuple(f"http://127.0.0.1:{port}" for port in (server.port, self.proxy.port))
             self.url = f"s3://{server.new_root()}"
         soak_work.use_endpoint(self.endpoints[0])
-        os.environ["TIERFS_STATE_DIR"] = str(base / "driver")
+        os.environ |= {"TIERFS_STATE_DIR": str(base / "driver"), "TIERFS_SHM_DIR": str(base)}
         tierfs.init(self.url, lease_s=LEASE_S, grace_s=GRACE_S)
         self.objects = open_bare(parse_url(self.url))[0].objects
         words = ["--s3"] * given.s3
