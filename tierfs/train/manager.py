@@ -408,7 +408,7 @@ class Manager:
                 self._history.resume(found.step, history_in(self._run.record_of(found.step), self._world.rank))
         if self._log is not None and found is not None and not only:
             load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
-            self._again = StepsAgain(self._log, self._run, self._world, found, state, load)
+            self._again = StepsAgain(self._log, found, state, load)
             found = self._again.make(until=step)
             for at, metrics in self._again.metrics:
                 self._history.add(at, metrics)

@@ -24,13 +24,11 @@ from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of
-from tierfs.train.agree import World
 from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
 from tierfs.train.replay.file import LoggedFile, StepFacts
 from tierfs.train.replay.parts import REST, Parts, groups_of, kind_of, local, parameters_of
 from tierfs.train.replay.recorder import CHAIN, Recorder
 from tierfs.train.restore import Restored
-from tierfs.train.run import RunDirectory
 from tierfs.train.state import as_state
 from tierfs.train.values import pack
 
@@ -49,19 +47,9 @@ class StepsAgain:
         metrics: The recorded metrics of each step that was made again.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        run: RunDirectory,
-        world: World,
-        base: Restored,
-        state: Any,
-        load: Callable[[], object],
-    ) -> None:
-        self._policy = recorder.policy
+    def __init__(self, recorder: Recorder, base: Restored, state: Any, load: Callable[[], object]) -> None:
+        self._policy, self._run, self._world = recorder.policy, recorder.run, recorder.world
         self._recorder = recorder
-        self._run = run
-        self._world = world
         self._base = base
         self._load = load
         self._parts = Parts(as_state(state))
@@ -134,12 +122,8 @@ class StepsAgain:
             why = f"no step after {base.step} has a recorded {metric!r}" if train else "no step was to be made"
             return ResumeReport(last, (), (*checks, PartCheck("losses", UNKNOWN, why)))
         checks.append(prover.replay(train, wanted, recorded, tolerance))
-        differ = [
-            rank
-            for rank, each in enumerate(self._world.gather(self._told() == after, self._world.training))
-            if not each
-        ]
-        outcome, why = (DIFFERENT, f"rank {differ[0]}") if differ else (SAME, "")
+        told = self._world.gather(self._told() == after, self._world.training)
+        outcome, why = (SAME, "") if all(told) else (DIFFERENT, f"rank {told.index(False)}")
         if wanted[-1] != last:
             outcome, why = UNKNOWN, f"training made {len(wanted)} of {len(self.metrics)} steps: raise steps="
         return ResumeReport(last, wanted, (*checks, PartCheck("steps made again", outcome, why)))

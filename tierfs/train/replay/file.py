@@ -6,7 +6,7 @@ entry `FACTS` has the rest as JSON: see `StepFacts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ import torch
 
 from tierfs.checkpoint.replayed import LoggedStep
 from tierfs.codec.layout.safetensors import read_table
-from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.gpu_tensors import copy_in
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import commit_shard
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
@@ -67,38 +65,16 @@ class StepFacts:
         return [self.structure, *([event[name] for name in names] for event in self.events)]
 
 
-class LogFile:
-    """A file of the log that is being written, in memory of the ram tier.
+def commit_log(file: ShardFile, path: str, facts: StepFacts, level: Level) -> int:
+    """Publish a file of the log, which holds its tensors already, on this host. Return its length in bytes.
 
-    Args:
-        store: The store, with local tiers.
-        gpu: Moves tensors from a GPU.
+    Raises `CapacityError` if there is no room, and as `Writer.commit` does.
     """
-
-    def __init__(self, store: Store, gpu: GpuStaging) -> None:
-        self._file = ShardFile(store, gpu, waits=False)
-        self.length = 0
-
-    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors, which may change afterwards.
-
-        Raises:
-            CapacityError: The ram tier has no room now.
-        """
-        copy_in(self._file, tensors, at_once=True)
-        self.length += sum(tensor.nbytes for _, tensor in tensors)
-
-    def commit(self, path: str, facts: StepFacts, level: Level) -> None:
-        """Publish the file on this host. Raises `CapacityError` if there is no room, and as `Writer.commit` does."""
-        text = pack({"version": VERSION, **{name: getattr(facts, name) for name in facts.__slots__}}).encode()
-        self._file.add_objects([(FACTS, memoryview(text))])
-        self._file.wait_filled()
-        places = [(run, entry) for run in self._file.runs for entry in run.entries]
-        self.length, _ = commit_shard(self._file, path, places, log_level=level)
-
-    def abort(self) -> None:
-        """Release the memory."""
-        self._file.abort()
+    text = pack({"version": VERSION, **{name: getattr(facts, name) for name in facts.__slots__}}).encode()
+    file.add_objects([(FACTS, memoryview(text))])
+    file.wait_filled()
+    places = [(run, entry) for run in file.runs for entry in run.entries]
+    return commit_shard(file, path, places, log_level=level)[0]
 
 
 class LoggedFile:

@@ -28,6 +28,8 @@ import torch
 from tierfs.checkpoint.replayed import LoggedStep, logged_steps
 from tierfs.clock import boot_id
 from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.gpu_tensors import copy_in
+from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
@@ -35,7 +37,7 @@ from tierfs.session.settings import ranks_here
 from tierfs.store import Store, delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
-from tierfs.train.replay.file import LogFile, StepFacts
+from tierfs.train.replay.file import StepFacts, commit_log
 from tierfs.train.replay.parts import Parts, check_gradient, groups_of, kind_of, local, parameters_of
 from tierfs.train.replay.policy import Replay
 from tierfs.train.run import RunDirectory
@@ -60,6 +62,8 @@ class Recorder:
 
     Attributes:
         policy: What the user wants.
+        run: The directory of the run.
+        world: The ranks.
         chain: The chain that the next file belongs to; empty while nothing is logged.
         wants_save: Whether the log needs a full save.
     """
@@ -69,8 +73,8 @@ class Recorder:
         self.chain = self._parent = ""
         self.wants_save = True
         self._level = Level.parse(policy.level)
-        self._run = run
-        self._world = world
+        self.run = run
+        self.world = world
         self._gpu = GpuStaging("ram", None)
         self._session = world.from_first(f"{time.time_ns():016x}-{secrets.token_hex(4)}", world.training)
         # A host here is what has one ram tier, so that its ranks can read each other's files.
@@ -86,7 +90,7 @@ class Recorder:
         self._turn = 0
         self._mark: tuple[list[int], bytes] = [], b""  # of the weights, as the last step of an optimizer left them
         self._others: dict[str, str] = {}  # the digests of tensors that are neither parameters nor their state
-        self._file: LogFile | None = None
+        self._file: ShardFile | None = None
         self._events: list[dict[str, Any]] = []
         self._metrics: dict[int, dict[str, float]] = {}
         self._files: deque[tuple[int, str, int]] = deque()  # step, path and bytes
@@ -119,7 +123,7 @@ class Recorder:
         try:
             self._release()
         except TierfsError as error:  # what is left is removed after a later full save
-            _logger.warning("%s: old files of the log could not be removed: %s", self._run.url, error)
+            _logger.warning("%s: old files of the log could not be removed: %s", self.run.url, error)
         self.wants_save = self.wants_save or self._used > self.policy.ring_bytes // 2
 
     def _publish(self, step: int) -> None:
@@ -129,7 +133,8 @@ class Recorder:
             file = self._open_file()
             values, tensors = parts.others()
             digests = digests_of(tensors)
-            file.add([(name, each) for name, each in tensors.items() if digests.get(name) != self._others.get(name)])
+            new = [(name, each) for name, each in tensors.items() if digests.get(name) != self._others.get(name)]
+            copy_in(file, new, at_once=True)
             facts = StepFacts(
                 parent=self._parent,
                 base=self._base,
@@ -143,13 +148,13 @@ class Recorder:
                 sample=(self._turn, checksum(self._mark[1]).hex()),
                 metrics=self._metrics,
             )
-            if self._used + file.length > self.policy.ring_bytes:
+            if self._used + sum(run.memory.length for run in file.runs) > self.policy.ring_bytes:
                 raise CapacityError(f"the log has {format_bytes(self._used)} of ring={self.policy.ring!r}", tier="ram")
-            store, run = self._run.open()
+            store, run = self.run.open()
             self._remove(store, self._left)
             self._left = []
-            path = LoggedStep(self.chain, self._at, step, self._world.rank, self._world.size).path(run)
-            file.commit(path, facts, self._level)
+            path = LoggedStep(self.chain, self._at, step, self.world.rank, self.world.size).path(run)
+            length = commit_log(file, path, facts, self._level)
         except InvalidInputError:
             self._end("")
             raise
@@ -157,12 +162,12 @@ class Recorder:
             self._end(str(error))
             return
         self._file, self._events, self._metrics, self._others = None, [], {}, digests
-        self._files.append((step, path, file.length))
+        self._files.append((step, path, length))
         self._at, self._short = step, 0
 
-    def _open_file(self) -> LogFile:
+    def _open_file(self) -> ShardFile:
         if self._file is None:
-            store, _ = self._run.open(write=True)
+            store, _ = self.run.open(write=True)
             assert self._parts is not None
             needed = ranks_here() * (self.policy.ring_bytes // len(self._same) + self._parts.nbytes())
             has = 0 if store.tiers is None else store.tiers.ram.budget_bytes
@@ -171,7 +176,7 @@ class Recorder:
                     f"Replay(ring={self.policy.ring!r}) and a full save of the ranks here need {format_bytes(needed)} in the "
                     f"ram tier, which has {format_bytes(has)}: lower ring=, or raise ram= (TIERFS_RAM)"
                 )
-            self._file = LogFile(store, self._gpu)
+            self._file = ShardFile(store, self._gpu, waits=False)
         return self._file
 
     def _bind(self, state: TrainState | DictState) -> None:
@@ -183,7 +188,7 @@ class Recorder:
         self.policy.check(parts.optimizers)
         self._end("the optimizer has other parameters than before")
         self._parts, self._structure = parts, parts.structure()
-        rank = self._world.rank
+        rank = self.world.rank
         self._same = sorted(each for each in parts.replicas(rank) if self._hosts[each] == self._hosts[rank])
         self._unhook()
         for optimizer in parts.optimizers:
@@ -232,7 +237,8 @@ class Recorder:
                 strides[name] = list(gradient.stride())
             tensors.append((f"{prefix}{name}", gradient))
         try:
-            self._open_file().add(tensors if self._same[0] == self._world.rank else [])
+            taken = tensors if self._same[0] == self.world.rank else []
+            copy_in(self._open_file(), taken, at_once=True)
         except InvalidInputError:
             raise
         except TierfsError as error:
@@ -280,9 +286,9 @@ class Recorder:
         self.chain, self.wants_save = "", True
         if self._short >= SHORT_CHAINS_MAX:
             self._is_off, self.wants_save = True, False
-            _logger.error("%s: steps are logged no longer: %s", self._run.url, why)
+            _logger.error("%s: steps are logged no longer: %s", self.run.url, why)
         elif why:
-            _logger.warning("%s: no step after %d is logged until a full save: %s", self._run.url, self._at, why)
+            _logger.warning("%s: no step after %d is logged until a full save: %s", self.run.url, self._at, why)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -366,9 +372,9 @@ class Recorder:
             done = [each for each in done if Level.parse(each.level) >= self._level]
         if not done:
             return
-        newest, (store, run) = max(each.step for each in done), self._run.open()
+        newest, (store, run) = max(each.step for each in done), self.run.open()
         if not self._is_clean:  # files of earlier processes, which no restore needs any more
-            rank, size = self._world.rank, self._world.size
+            rank, size = self.world.rank, self.world.size
             mine = (one for one in logged_steps(store, run) if one.rank == rank or (one.rank >= size and rank == 0))
             self._remove(store, [one.path(run) for one in mine if not one.chain.startswith(self._session)])
             self._is_clean = True
