@@ -195,7 +195,7 @@ class World:
     def kill(self, who, host, slot=None):
         """Kill processes of a host, and count them. A level stands for the loss of all below it."""
         if who in LEVELS:
-            self.do_lose({"host": host.number, "level": who})
+            self.do_lose({"host": host.number, "level": who, "at_once": True})
         if who in ("mount", "host"):
             self.kill_one("mount", host.mount)
         if who in ("flusher", "both", "host"):
@@ -522,6 +522,13 @@ class World:
         if host.node and level != "local":
             if time.monotonic() < self.losable_at:  # the hosts do not hold all twice again
                 host.flusher.send(signal.SIGCONT)
+                return
+            if "at_once" not in step:  # only peers hold what is written meanwhile: the object tier is full
+                self.do_fill({"host": host.number, "of": "store", "ms": 3000})
+                for slot in [each for each in host.slots[:WRITERS] if each.socket is not None and each.flight is None]:
+                    content = [10**6 + next(self.numbers), 300_000]
+                    self.change(slot, {"do": "write", "name": "a", "content": content, "level": "peer", "door": "pipe"})
+                self.at(2500, lambda: self.do_lose({**step, "at_once": True}))
                 return
             self.losable_at, level = math.inf, "peer"
         self.end(host)
