@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 epath = pytest.importorskip("etils.epath", reason="etils is not installed")
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+pytest.importorskip("verl", reason="verl is not installed")
 
 import fsspec
 import pyarrow.fs
@@ -30,6 +32,7 @@ import tierfs
 from tierfs.dcp import TierWriter
 from tierfs.plugs.epath import register
 from tierfs.plugs.huggingface import save_pretrained
+from tierfs.plugs.verl import TierWeightsEngine
 from tierfs.plugs.wandb import register as register_references
 from tierfs.train import Manager
 
@@ -61,6 +64,12 @@ def referred(url):
     return entry if entry.size else None
 
 
+def sent(url):
+    engine = TierWeightsEngine(1000, is_master=True, url=f"{url}/v")
+    engine.init_process_group(engine.prepare())
+    asyncio.run(engine.send_weights(STATE.items()))
+
+
 def written(target):
     with target as file:
         file.write(b"x")
@@ -75,6 +84,7 @@ PROGRAMS = {
     "`tierfs.plugs.huggingface.save_pretrained`": (lambda url: save_pretrained(CONFIG, f"{url}/m"), None),
     "`epath.Path`, after `register()`": (lambda url: void(epath.Path(f"{url}/e").write_text("x")), None),
     "wandb's `add_reference`, after `register()`": (referred, None),
+    "verl's engine, `TierWeightsEngine(url=...)`": (sent, None),
     "MLflow's artifacts": (lambda url: void(get_artifact_repository(f"{url}/ml").log_artifact(__file__)), None),
     "Keras 3's `save`": (lambda url: void(KERAS.save(f"{url}/k.keras")), None),
     "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),

@@ -72,7 +72,7 @@ def names(url):
 @pytest.mark.parametrize("strategy", ["ddp", "sharded"])
 def test_killed_runs_end_like_one_that_was_not(url, tmp_path, strategy):
     whole, said, _ = trained(tmp_path, EXAMPLE, f"{url}-whole", 2, strategy)
-    assert f"checkpoints go to {url}-whole; a save returns at staged" in said
+    assert f"checkpoints go to {url}-whole; a save is done at staged" in said
     assert sorted(whole) == list(range(LAST + 1)), said
     first, said, code = trained(tmp_path, EXAMPLE, url, 2, strategy, kill=(6, signal.SIGKILL))
     assert code == -signal.SIGKILL, said

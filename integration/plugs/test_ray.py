@@ -33,7 +33,7 @@ def url(tmp_path):
 def test_a_killed_run_goes_on_with_another_number_of_workers(url, tmp_path):
     first, said, code = trained(tmp_path, EXAMPLE, url, 2, kill=(11, signal.SIGKILL))
     assert code == -signal.SIGKILL, said
-    assert f"results of Ray go to {url}; a file is done at local" in said
+    assert f"results of Ray go to {url}; a save is done at local" in said
     second, said, code = trained(tmp_path, EXAMPLE, url, 1)
     assert (max(second), code) == (LAST, 0), said
     assert 1 < min(second) <= max(first) + 1
@@ -83,5 +83,5 @@ def test_a_notice_saves_once_for_each_node(monkeypatch):
 
 
 def test_another_url_is_refused(tmp_path):
-    with pytest.raises(InvalidInputError, match="not a tierfs URL"):
+    with pytest.raises(InvalidInputError, match="go to tierfs URLs, not to"):
         storage(str(tmp_path))

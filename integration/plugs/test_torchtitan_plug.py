@@ -64,7 +64,7 @@ def test_killed_runs_end_like_one_that_was_not(url, tmp_path):
         return trained(tmp_path, *RUN, f"--nproc-per-node={ranks}", EXAMPLE, where, **options)
 
     whole, said, _ = run(2, f"{url}-whole")
-    assert f"checkpoints go to {url}-whole; a save is done at the level staged" in said
+    assert f"checkpoints go to {url}-whole; a save is done at staged" in said
     assert sorted(whole) == list(range(1, LAST + 1)), said
     first, said, code = run(2, kill=(7, signal.SIGKILL))
     assert code == -signal.SIGKILL, said
@@ -130,5 +130,5 @@ def test_levels_are_options_of_the_command_line(url):
 
 
 def test_a_local_folder_is_refused(tmp_path):
-    with pytest.raises(InvalidInputError, match="give a tierfs URL"):
+    with pytest.raises(InvalidInputError, match="go to tierfs URLs, not to"):
         manager(str(tmp_path), Progress())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import posixpath
 import tempfile
@@ -17,46 +16,36 @@ from deepspeed import comm
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from tierfs.errors import NotFoundError
-
-_logger = logging.getLogger("tierfs.plugs")
+from tierfs.plugs import announce
 
 
 def save_checkpoint(engine: Any, url: str, tag: str | None = None, *, ack: str | None = None, **options: Any) -> None:
-    """Save a checkpoint below a tierfs URL, as ``engine.save_checkpoint`` does in a directory. Call it on all ranks.
+    """Save a checkpoint as ``engine.save_checkpoint`` does. Call it on all ranks.
 
     The file ``latest`` names the checkpoint once all ranks have saved their files.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
-        url: A directory in a store.
+        url: A directory in a store, in place of a local one.
         tag: Name of the checkpoint; by default ``global_stepN``.
         ack: The level that each file must reach; ``None`` for the configured one. On several nodes that is ``"object"``.
         **options: Other arguments of ``engine.save_checkpoint``, such as ``client_state``.
     """
     if comm.get_rank() == 0:
-        level = ack or "the configured level"
-        _logger.warning("tierfs: DeepSpeed's checkpoints go to %s; a save is done at %s", url, level)
+        announce("DeepSpeed's checkpoints", url, ack)
     with _in_store(engine, url, ack) as files:
         engine.save_checkpoint(files.directory, tag, save_latest=False, **options)
         if comm.get_rank() == 0:
-            files.fs.pipe_file(files.latest, files.tag.encode(), **files.level)
+            files.fs.pipe_file(files.latest, files.tag.encode())
         comm.barrier()
 
 
 def load_checkpoint(engine: Any, url: str, tag: str | None = None, **options: Any) -> tuple[str | None, Any]:
     """Load a checkpoint that `save_checkpoint` saved. Its files are pickles, as always with DeepSpeed: trust them.
 
-    Args:
-        engine: As for `save_checkpoint`, like ``url``.
-        url: A directory in a store.
-        tag: Name of the checkpoint; by default the one that was saved last.
-        **options: Other arguments of ``engine.load_checkpoint``.
-
-    Returns:
-        The checkpoint's URL and its ``client_state``; twice ``None`` if nothing was saved and no tag is given.
-
-    Raises:
-        NotFoundError: There is no checkpoint with this tag.
+    The arguments are those of `save_checkpoint`; without a tag, it loads the one that was saved last. ``options`` are
+    other arguments of ``engine.load_checkpoint``. Returns the checkpoint's URL and its ``client_state``, or twice
+    ``None`` if nothing was saved and no tag is given. Raises `NotFoundError` if no checkpoint has this tag.
     """
     with _in_store(engine, url, None) as files:
         if tag is None and not files.fs.exists(files.latest):
@@ -72,15 +61,14 @@ class TierCheckpointEngine(CheckpointEngine):
 
     def __init__(self, url: str, directory: str, ack: str | None) -> None:
         super().__init__()
-        self.fs, self.root = fsspec.url_to_fs(url)
+        self.fs, self.root = fsspec.url_to_fs(url, **({"ack": ack} if ack else {}))
         self.directory, self.latest = directory, posixpath.join(self.root, "latest")
-        self.level = {} if ack is None else {"ack": ack}
 
     def create(self, info: Any) -> None:
         self.tag: str = info.tag
 
     def save(self, state_dict: Any, path: str) -> None:
-        with self.fs.open(self._at(path), "wb", **self.level) as file:
+        with self.fs.open(self._at(path), "wb") as file:
             torch.save(state_dict, file)
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -90,7 +78,7 @@ class TierCheckpointEngine(CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Store the files that DeepSpeed wrote into the directory by itself: scripts, and offloaded tensors."""
         for path in filter(os.path.isfile, Path(self.directory).rglob("*")):
-            self.fs.put_file(str(path), self._at(path), **self.level)
+            self.fs.put_file(str(path), self._at(path))
         return True
 
     def prepare(self, tag: str) -> None:
@@ -109,7 +97,6 @@ class TierCheckpointEngine(CheckpointEngine):
 
 @contextlib.contextmanager
 def _in_store(engine: Any, url: str, ack: str | None) -> Iterator[TierCheckpointEngine]:
-    """Give the engine a `TierCheckpointEngine` for one save or load."""
     former = engine.checkpoint_engine
     with tempfile.TemporaryDirectory(prefix="tierfs-deepspeed-") as directory:
         engine.checkpoint_engine = TierCheckpointEngine(url, directory, ack)

@@ -14,8 +14,6 @@ from etils.epath import backend, gpath
 
 from tierfs.errors import InvalidInputError
 
-_LOCAL = ("file", "local", "memory")  # their URLs have three slashes
-
 
 def register() -> None:
     """Let ``epath.Path`` take tierfs URLs, and let Orbax refuse to write arrays to them. Call it once."""
@@ -31,10 +29,8 @@ def _refuse_arrays() -> None:
 
     def build_for_paths(directory: Any, *arguments: Any, **options: Any) -> Any:
         if str(directory).startswith("tierfs:"):
-            raise InvalidInputError(
-                f"Orbax writes and reads arrays with tensorstore, which cannot use {directory}; "
-                "mount the store with `tierfs mount`, and give Orbax a path in the mount"
-            )
+            hint = "mount the store with `tierfs mount`, and give Orbax a path in the mount"
+            raise InvalidInputError(f"Orbax keeps arrays with tensorstore, which cannot use {directory}: {hint}")
         return build(directory, *arguments, **options)
 
     tensorstore_utils.build_kvstore_tspec = build_for_paths
@@ -65,7 +61,7 @@ class TierGPath(gpath.PosixGPath):
     def _path_str(self) -> str:
         if (scheme := self._uri_scheme) is None:
             return str(super()._path_str)
-        slash = "/" if scheme.rpartition(":")[2] in _LOCAL else ""
+        slash = "/" if scheme.endswith((":file", ":local", ":memory")) else ""  # their URLs have three slashes
         return f"{scheme}://{slash}{'/'.join(self.parts[2:])}"
 
     @property

@@ -1,9 +1,6 @@
-"""`TierCallback`: the checkpoints of a Hugging Face `Trainer` in a store. `attach`: those of an `Accelerator`.
+"""Hugging Face: `TierCallback` saves a `Trainer` through `tierfs.train.Manager`, and `attach` an `Accelerator`.
 
-`save_pretrained` and `from_pretrained` take URLs.
-
-The callback makes its trainer save through `tierfs.train.Manager`, at the moments that the trainer's arguments name. A
-checkpoint of an unsharded model is also a directory that the ``from_pretrained`` of transformers or peft reads.
+A checkpoint of an unsharded model is also a directory that the ``from_pretrained`` of transformers or peft reads.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import dataclasses
 import glob
 import inspect
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,9 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
-import safetensors.torch
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerState
@@ -35,24 +29,17 @@ from tierfs.checkpoint.export import safetensors_pieces
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.plugs import logger
 from tierfs.train import Best, Every, Latest, Manager, Preemption, Restored, SaveHandle, TrainState
 from tierfs.train.position import generators, set_generators
 from tierfs.train.state import Wanted
 from tierfs.train.values import pack, unpack
 
-INDEX = "model.safetensors.index.json"
-PROGRESS = "extra.trainer"
-"""The name of the saved value that holds the trainer's own state."""
+PROGRESS = "extra.trainer"  # the saved value with the trainer's own state
 SECTIONS = re.compile(r"(optimizer|scheduler|scaler|extra|tierfs|rank_\d+)(\.|$)")
 """The saved values that are no tensors of the model. Those keep the names that transformers gives them."""
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
-_SMALL = re.compile("Tokenizer|Processor|Extractor|Config")
 _NO_MODEL = re.compile(r"/(rank-[^/]*\.safetensors|model\.safetensors\.index\.json|\.[^/]*)$")
 """The files of a checkpoint that are not copied for ``from_pretrained``."""
-_STEP = re.compile(r"(?:step_|checkpoint-)?(\d+)/?")
-_FILES_MAX = 3
-"""Saves whose files are kept: two saves may be in flight."""
-_logger = logging.getLogger("tierfs.plugs")
 
 
 class TierCallback(TrainerCallback):
@@ -62,8 +49,7 @@ class TierCallback(TrainerCallback):
     URL, or a local checkpoint of `Trainer`; ``True`` requires a checkpoint, and ``False`` requires that there is none.
     The callback sets ``save_strategy`` to ``"no"``: the trainer writes no checkpoint into ``output_dir``.
 
-    After SIGTERM or SIGUSR1, all ranks save at the same step and stop. After SIGTERM, ``train`` then raises
-    ``SystemExit(143)``.
+    After SIGTERM or SIGUSR1, all ranks save at one step and stop; after SIGTERM, ``train`` raises ``SystemExit(143)``.
 
     Args:
         url: The run's directory: any URL that `tierfs.train.Manager` takes. One run at a time uses it.
@@ -84,25 +70,15 @@ class TierCallback(TrainerCallback):
         ack: str = "staged",
         **options: Any,
     ) -> None:
-        self.url = os.fspath(url).rstrip("/")
-        self.ack = ack
-        self._save = None if save is None else list(save)
-        self._keep = keep
-        self._options = options
+        self.url, self.ack = os.fspath(url).rstrip("/"), ack
+        self._save, self._keep, self._options = None if save is None else list(save), keep, options
         self._trainer: Any = None
-        self._strategy = SaveStrategy.NO
-        self._total_limit: int | None = None
 
     def attach(self, trainer: Any) -> None:
-        """Let a trainer save here. Needed only if the callback was added after the trainer was made.
-
-        Raises:
-            InvalidInputError: The trainer has another `TierCallback`, or an argument that contradicts this one.
-        """
-        if isinstance(trainer, _TierTrainer):
-            raise InvalidInputError("the trainer has two TierCallbacks: give it one")
+        """Let a trainer save here, if the callback was added after the trainer was made. Raises `InvalidInputError`."""
         args = trainer.args
         for problem, is_there in (
+            ("the trainer has two of them: give it one", isinstance(trainer, _TierTrainer)),
             ("save_only_model=True leaves nothing to resume from: set it to False", args.save_only_model),
             ("enable_jit_checkpoint=True handles the same signals: set it to False", args.enable_jit_checkpoint),
             ("push_to_hub needs hub_strategy='end'", args.push_to_hub and args.hub_strategy != "end"),
@@ -119,16 +95,13 @@ class TierCallback(TrainerCallback):
 
     def open(self, args: Any, files: Any) -> Manager:
         """Return the manager for one training with these arguments. A collective. Raises as `Manager` does."""
-        save, keep = self._save, self._keep
-        if save is None:
-            save = [Preemption(), *([Every(minutes=20)] if self._strategy == SaveStrategy.NO else [])]
-        if keep is None:
-            keep = [Latest(self._total_limit)] if self._total_limit else []
+        often = [Every(minutes=20)] if self._strategy == SaveStrategy.NO else []
+        save = [Preemption(), *often] if self._save is None else self._save
+        keep = self._keep if self._keep is not None else [Latest(self._total_limit)] if self._total_limit else []
         by_tier = dict(keep) if isinstance(keep, Mapping) else {"object": list(keep)}
         if args.load_best_model_at_end and by_tier.get("object"):
-            name, mode = args.metric_for_best_model, "max" if args.greater_is_better else "min"
-            best = Best(1, name if name.startswith("eval_") else f"eval_{name}", mode)
-            by_tier["object"] = [*by_tier["object"], best]
+            metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+            by_tier["object"] = [*by_tier["object"], Best(1, metric, "max" if args.greater_is_better else "min")]
         return Manager(self.url, save=save, keep=by_tier, ack=self.ack, files=files, **self._options)
 
     def wants(self, args: Any, state: Any, *, is_best: bool, ends_epoch: bool) -> bool:
@@ -137,17 +110,7 @@ class TierCallback(TrainerCallback):
         is_due = self._save is None and by_strategy.get(self._strategy.value, False)
         return is_due or (is_best and args.load_best_model_at_end)
 
-    def say(self, state: Any, found: Restored | None) -> None:
-        """Say where checkpoints go, at which level and when. Called once a training, on rank 0."""
-        rhythm = {"steps": f"every {state.save_steps} steps", "epoch": "every epoch", "best": "at each best metric"}
-        when = rhythm.get(self._strategy.value, "every 20 minutes") if self._save is None else f"by {self._save}"
-        begun = "a new run" if found is None else f"resumed at step {found.step}"
-        _logger.warning(
-            "checkpoints go to %s at the level %s, %s, and none into output_dir: %s", self.url, self.ack, when, begun
-        )
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to the trainer that is being made. Raises as `attach` does."""
         frame = inspect.currentframe()  # no argument of a callback leads to the trainer
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
             frame = frame.f_back
@@ -155,15 +118,13 @@ class TierCallback(TrainerCallback):
             self.attach(frame.f_locals["self"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the callback is attached. Raises `InvalidInputError` if it is not."""
         if self._trainer is None:
             raise InvalidInputError("TierCallback was added after the trainer was made: call its attach(trainer) first")
         self._trainer.tierfs_begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Note the metrics, which the next save records."""
-        if self._trainer is not None:
-            numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+        if self._trainer is not None and metrics:
+            numbers = {name: each for name, each in metrics.items() if isinstance(each, (int, float))}
             self._trainer.tierfs_metrics.update(numbers)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -173,32 +134,25 @@ class TierCallback(TrainerCallback):
             control.should_evaluate = control.should_log = False
 
 
-class _OtherStep(Exception):  # noqa: N818 - no error: training begins again with that step
-    """The step that could be loaded as a whole, its argument, is older than the one with which training began."""
+class _OtherStep(Exception):  # noqa: N818 - no error
+    """Only an older step, its argument, could be loaded as a whole: training begins again with that one."""
 
 
 class _TierTrainer(Trainer):
     """The part of a trainer's class that `TierCallback.attach` adds. ``super()`` is the trainer's own class.
 
     The trainer calls its methods for a local checkpoint as if the URL of a step were one: these methods take its place.
-
-    Attributes:
-        tierfs: The callback.
-        tierfs_manager: The manager of the training that runs.
-        tierfs_metrics: The metrics of evaluations since the last step that the manager got.
-        tierfs_ends_epoch: Whether an epoch is at its end.
     """
 
     tierfs: TierCallback
     tierfs_manager: Manager
-    tierfs_metrics: dict[str, float] = {}  # noqa: RUF012 - each training gets its own
+    tierfs_metrics: dict[str, float] = {}  # noqa: RUF012 - since the last step; each training gets its own
     tierfs_ends_epoch = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = resume_from_checkpoint
         is_local = isinstance(given, (str, os.PathLike)) and os.path.isdir(given)
         self._files: dict[int, tuple[dict[str, bytes], list[str]]] = {}
-        self._constant: dict[str, bytes] | None = None
         self._found: Restored | None = None
         self._last: SaveHandle | None = None
         self._wants, self._acted = False, -1
@@ -237,8 +191,6 @@ class _TierTrainer(Trainer):
             except _OtherStep as other:
                 (self._step,) = other.args
 
-    # -- resuming ------------------------------------------------------------------------------------------------------
-
     def _init_training_state(self, max_steps: int, updates: int, epochs: int, where: Any, trial: Any) -> Any:
         if self._found is None:
             return super()._init_training_state(max_steps, updates, epochs, where, trial)
@@ -253,10 +205,8 @@ class _TierTrainer(Trainer):
             return epochs, 0  # the training has ended. The trainer itself would make one more step
         now, then = self.get_total_train_batch_size(self.args), self._progress["batch"]
         if now != then:
-            _logger.warning(
-                "a step has %d samples now and had %d before: the data goes on at another sample. Change "
-                "gradient_accumulation_steps or per_device_train_batch_size", now, then,
-            )  # fmt: skip
+            text = "a step has %d samples now, not %d: change gradient_accumulation_steps to go on at the same sample"
+            logger.warning(text, now, then)
         return found
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
@@ -272,7 +222,7 @@ class _TierTrainer(Trainer):
         if restored.step != self._found.step:
             raise _OtherStep(restored.step)
         if restored.notes and self.args.process_index == 0:
-            _logger.warning("%s is not restored exactly: %s", checkpoint, "; ".join(restored.notes))
+            logger.warning("%s is not restored exactly: %s", checkpoint, "; ".join(restored.notes))
         self._generators = generators()
 
     def _load_scaler(self, checkpoint: Any) -> None:
@@ -291,14 +241,16 @@ class _TierTrainer(Trainer):
         names = [glob.escape(name) for name in saved_of(self.model, get_model_state_dict(self.model))]
         self.tierfs_manager.restore(self._state, step=self.state.best_global_step, only=names)
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def tierfs_begin(self) -> None:
-        """Begin a training, whose parts are all there now."""
         self._state = _TrainerParts(self)
         self.tierfs_metrics, self.tierfs_ends_epoch = {}, False
         if self.args.process_index == 0:
-            self.tierfs.say(self.state, self._found)
+            configs = () if hasattr(self.model, "peft_config") else ("config", "generation_config")
+            parts = [getattr(self.model, name, None) for name in configs]
+            self._constant = _files_of(*parts, self.processing_class)
+            begun = "a new run" if self._found is None else f"resumed at step {self._found.step}"
+            place = "checkpoints go to %s at the level %s, and none into output_dir: %s"
+            logger.warning(place, self.tierfs.url, self.tierfs.ack, begun)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._wants = True  # another callback asked for it
@@ -325,17 +277,15 @@ class _TierTrainer(Trainer):
         if self._wants and saved is None:
             changed = again and bool(metrics)
             saved = manager.save(step, self._state, metrics=metrics, force=changed, overwrite=changed)
-        self._last = saved or self._last
-        self._acted, self._wants = step, False
+        self._last, self._acted, self._wants = saved or self._last, step, False
         self.tierfs_metrics, self.tierfs_ends_epoch = {}, False
         control.should_training_stop |= manager.stopping
 
     def tierfs_progress(self) -> str:
         """Return the trainer's own state as JSON. A collective."""
         self.store_flos()
-        stateful = [
-            each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
-        ]
+        parts = (*self.callback_handler.callbacks, self.control)
+        stateful = [each for each in parts if isinstance(each, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         batch = self.get_total_train_batch_size(self.args)
         return json.dumps({"state": dataclasses.asdict(self.state), "batch": batch})
@@ -344,23 +294,18 @@ class _TierTrainer(Trainer):
         """Collect the files that make a checkpoint with these tensors of the model one for ``from_pretrained``."""
         if self.args.process_index != 0:
             return
-        if self._constant is None:
-            self._constant = _constant_files(self.model, self.processing_class)
         files, names = dict(self._constant), list(values)
         if any(isinstance(each, DTensor) for each in values.values()) or not hasattr(self.model, "config"):
             names = []  # no file of the checkpoint has a whole tensor
-        elif hasattr(self.model, "peft_config"):
-            from peft import get_peft_model_state_dict  # noqa: PLC0415 - it is there, because the model is its
-
-            tensors = {name: each.contiguous() for name, each in get_peft_model_state_dict(self.model).items()}
-            files["adapter_model.safetensors"], names = safetensors.torch.save(tensors, {"format": "pt"}), []
-        self._files = dict([*self._files.items(), (step, (files, names))][-_FILES_MAX:])
+        elif hasattr(self.model, "peft_config"):  # the file of an adapter has other names
+            files, names = files | _files_of(self.model), []
+        self._files = dict([*self._files.items(), (step, (files, names))][-3:])  # two saves may be in flight
 
     def _files_beside(self, step: int, places: Mapping[str, str]) -> dict[str, bytes]:
         files, names = self._files.pop(step)
         if names:
             index = {"metadata": {}, "weight_map": {name: places[name] for name in names}}
-            files[INDEX] = json.dumps(index).encode()
+            files["model.safetensors.index.json"] = json.dumps(index).encode()
         return files
 
 
@@ -396,10 +341,7 @@ class _TrainerParts(TrainState):
 
 
 def saved_of(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a model's state dict that a checkpoint has.
-
-    Of several names of one parameter, it has the first one. Of a model with an adapter, it has no frozen parameters:
-    the program takes them from elsewhere.
+    """Return the values that a checkpoint has: each parameter once, of a model with an adapter those that are trained.
 
     Raises `InvalidInputError` if a tensor has a name that the checkpoint needs for something else.
     """
@@ -408,7 +350,7 @@ def saved_of(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_base = hasattr(model, "peft_config") and not parameter.requires_grad
         if is_base or id(parameter) in seen:
-            found.pop(_WRAPPERS.sub("", name), None)
+            found.pop(re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name), None)
         seen.add(id(parameter))
     taken = next(filter(SECTIONS.match, found), None)
     if taken is not None:
@@ -416,20 +358,16 @@ def saved_of(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _constant_files(model: Any, processing: Any) -> dict[str, bytes]:
-    """Return the files of a model's configuration and of its tokenizer or processor, by name."""
-    configs = [getattr(model, "config", None), getattr(model, "generation_config", None), processing]
-    if hasattr(model, "peft_config"):
-        configs = [model.peft_config[model.active_adapter], processing]
+def _files_of(*parts: Any) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:  # a tokenizer writes to a disk only
-        for each in configs:
+        for each in parts:
             if hasattr(each, "save_pretrained"):
                 each.save_pretrained(folder)
-        found = (path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+        return {each.relative_to(folder).as_posix(): each.read_bytes() for each in _files_in(folder)}
 
 
-# -- Accelerate --------------------------------------------------------------------------------------------------------
+def _files_in(folder: str) -> list[Path]:
+    return [each for each in Path(folder).rglob("*") if each.is_file()]
 
 
 def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -> Manager:
@@ -439,8 +377,7 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
     loads the newest step, and ``load_state(12)`` that one. It raises if a random state is not there, which Accelerate
     itself only logs. Data loaders come back with their epoch, seed and generator, stateful ones with their position.
 
-    Returns the `tierfs.train.Manager`, which takes the other arguments. Close it at the end. Raises `InvalidInputError`
-    if the accelerator uses DeepSpeed, Megatron or FSDP 1.
+    Returns the `Manager`, which takes the options. Close it at the end. Raises `InvalidInputError` for other engines.
     """
     kind = accelerator.distributed_type
     if kind in {"DEEPSPEED", "MEGATRON_LM"} or (kind == "FSDP" and not accelerator.is_fsdp2):
@@ -478,9 +415,13 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
 def _state_of(accelerator: Any) -> TrainState:
     models = [accelerator.unwrap_model(each) for each in accelerator._models]
     loaders = accelerator._dataloaders
-    orders = [(each.iteration, getattr(each.get_sampler(), "initial_seed", None), _drawn(each)) for each in loaders]
+    drawn = [getattr(each, "synchronized_generator", None) for each in loaders]
+    orders = [
+        (each.iteration, getattr(each.get_sampler(), "initial_seed", None), generator and generator.get_state())
+        for each, generator in zip(loaders, drawn, strict=True)
+    ]
     return TrainState(
-        model=models[0] if len(models) == 1 else nn.ModuleList(models),
+        model=models[0] if len(models) == 1 else torch.nn.ModuleList(models),
         optimizer=[each.optimizer for each in accelerator._optimizers],
         scheduler=[each.scheduler for each in accelerator._schedulers],
         dataloader=[each for each in loaders if getattr(each, "use_stateful_dataloader", False)],
@@ -493,54 +434,39 @@ def _state_of(accelerator: Any) -> TrainState:
     )
 
 
-def _drawn(loader: Any) -> torch.Tensor | None:
-    generator = getattr(loader, "synchronized_generator", None)
-    return None if generator is None else generator.get_state()
-
-
 def _step_of(given: Any, url: str) -> int:
-    """Return a step that is given as a number, a name or a URL below ``url``."""
-    match = _STEP.fullmatch(str(given).removeprefix(f"{url}/"))
+    match = re.fullmatch(r"(?:step_|checkpoint-)?(\d+)/?", str(given).removeprefix(f"{url}/"))
     if match is None:
         raise InvalidInputError(f"{given!r} is no step of {url}: give one, such as 500")
     return int(match[1])
 
 
-# -- models without a trainer ------------------------------------------------------------------------------------------
-
-
 def save_pretrained(part: Any, url: str, **options: Any) -> None:
-    """Save a model, tokenizer or processor to a URL, as its ``save_pretrained`` does to a directory.
+    """Save a model, tokenizer or processor to a URL, as its ``save_pretrained`` with these options does to a directory.
 
-    It is written to a temporary directory first, and published file by file, ``config.json`` last. ``options`` are those
-    of its ``save_pretrained``. Raises `TierfsError` if a file cannot be stored.
+    The files go through a temporary directory, ``config.json`` last. Raises `TierfsError` if one cannot be stored.
     """
     fs, path = fsspec.url_to_fs(url)
     with TemporaryDirectory() as folder:
         part.save_pretrained(folder, **options)
-        files = [each for each in Path(folder).rglob("*") if each.is_file()]
-        for each in sorted(files, key=lambda each: (each.name == "config.json", each)):
+        for each in sorted(_files_in(folder), key=lambda each: (each.name == "config.json", each)):
             fs.put_file(str(each), f"{path}/{each.relative_to(folder).as_posix()}")
 
 
 def from_pretrained(kind: Any, url: str, **options: Any) -> Any:
     """Load a model, tokenizer or processor from a URL: a directory, or a checkpoint of `TierCallback`.
 
-    Of a checkpoint, only the tensors of the model are read, whatever the number of ranks that saved them. The files go
-    through a temporary directory. ``kind`` is a class with ``from_pretrained``, such as ``AutoModelForCausalLM``, and
-    ``options`` are those of its method. Raises `NotFoundError` if there is nothing, or `TierfsError`.
+    ``kind`` is a class such as ``AutoModelForCausalLM``, and ``options`` are those of its ``from_pretrained``. The files
+    go through a temporary directory. Of a checkpoint, only the model is read. Raises `NotFoundError`, or `TierfsError`.
     """
     fs, path = fsspec.url_to_fs(url)
     names = [name for name in fs.find(path) if not _NO_MODEL.search(name)]
     if not names:
         raise NotFoundError(f"{url} has no files of a model: give a directory with config.json, or a step of a run")
     with TemporaryDirectory() as folder:
-        for name in names:
-            target = Path(folder, name.removeprefix(path).lstrip("/"))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(name, str(target))
-        needs_weights = not (_SMALL.search(kind.__name__) or Path(folder, "adapter_config.json").exists())
-        if needs_weights and fs.exists(f"{path}/.metadata"):
+        fs.get(names, [f"{folder}/{name.removeprefix(path).lstrip('/')}" for name in names])
+        is_small = re.search("Tokenizer|Processor|Extractor|Config", kind.__name__)
+        if not is_small and not Path(folder, "adapter_config.json").exists() and fs.exists(f"{path}/.metadata"):
             checkpoint = open_checkpoint(*Address.of(url, {}).open())
             values = checkpoint.metadata.state_dict_metadata
             for name in list(filter(SECTIONS.match, values)):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import posixpath
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
+from tierfs.plugs import announce, checked_url, is_ours
 from tierfs.train.position import generators, reseed, set_generators
 from tierfs.train.values import pack, unpack
 
@@ -43,16 +45,12 @@ _GENERATORS = "tierfs_generators"
 class TierCheckpointIO(TorchCheckpointIO):
     """Saves a checkpoint as one file in a store. `TierCheckpoint` brings it along; Fabric takes it in ``plugins``.
 
-    A path that is no tierfs URL, such as that of Slurm's requeue, goes where it always went.
-
-    Args:
-        ack: The level at which a save returns; ``None`` for the configured one. At ``"staged"`` the file outlives this
-            process, and the flusher brings it to the bucket.
-        **options: Options of the filesystem, such as ``ram="8GiB"`` or ``s3={...}``.
+    ``ack`` is the level at which a save returns; ``None`` for the configured one. ``options`` are those of the
+    filesystem. A path that is no tierfs URL, such as that of Slurm's requeue, goes where it always went.
     """
 
     def __init__(self, *, ack: str | None = "staged", **options: Any) -> None:
-        self.options = {**options, **({} if ack is None else {"ack": ack})}
+        self.options = {**({"ack": ack} if ack else {}), **options}
 
     def place(self, url: Any, **options: Any) -> tuple[Any, str]:
         """Return the filesystem of a URL, and the path there. The options count for tierfs URLs."""
@@ -70,53 +68,39 @@ class TierCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as ``torch.load`` does, by default into CPU memory. Every byte is verified.
-
-        Raises:
-            NotFoundError: No file is there.
-            CorruptionError: Stored bytes are wrong or missing.
-        """
+        """Load as ``torch.load`` does, by default into CPU memory. Raises `NotFoundError` or `CorruptionError`."""
         fs, name = self.place(path)
         with fs.open(name, "rb") as file:
             loaded: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, a file or a directory, if it is there."""
         fs, name = self.place(path)
         with contextlib.suppress(FileNotFoundError):
             fs.rm(name, recursive=True)
 
 
 class TierCheckpoint(ModelCheckpoint):
-    """A `ModelCheckpoint` whose directory is in a store. It sets the trainer's ``CheckpointIO`` too.
+    """A `ModelCheckpoint` whose directory ``dirpath`` is in a store. It sets the trainer's ``CheckpointIO`` too.
 
     ``ckpt_path="last"`` finds the newest complete checkpoint of the directory, and ``ckpt_path="best"`` the best one, in
-    a new process too. The callback removes only checkpoints that it saved, or that the run saved which it resumed. It
-    never removes the one that it resumed from. After SIGTERM all ranks save at the same step, and training ends.
+    a new process too. The callback removes only checkpoints that it saved, or that the run saved which it resumed, and
+    none with the name of the one that it resumed from. After SIGTERM all ranks save at the same step, and training ends.
 
-    Args:
-        dirpath: The run's directory, a tierfs URL.
-        ack: As for `TierCheckpointIO`.
-        options: Options of the filesystem.
-        **kwargs: The other arguments of `ModelCheckpoint`.
+    ``ack`` and ``options`` are those of `TierCheckpointIO`, and ``kwargs`` those of `ModelCheckpoint`.
     """
 
     def __init__(
         self, dirpath: Any, *, ack: str | None = "staged", options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._io = TierCheckpointIO(ack=ack, **(options or {}))
-        self._best = ""
+        self._io, self._best = TierCheckpointIO(ack=ack, **(options or {})), ""
         self._is_fitting = self._is_terminated = False
         self._own: set[str] = set()
         self._generators: Sequence[str] = ()
         super().__init__(checked_url(dirpath).rstrip("/"), **kwargs)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the URL of the newest complete checkpoint; empty if there is none.
-
-        For a directory, it is the URL of the ``.metadata`` that completes it: Lightning asks for its time.
-        """
+        """Return the URL of the newest complete checkpoint. Of a directory, it is that of its ``.metadata``, which has a time."""
         fs, path = self._io.place(self.dirpath)
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -153,8 +137,8 @@ class TierCheckpoint(ModelCheckpoint):
             strategy.checkpoint_io = self._io
         if stage == "fit":
             self._is_fitting = True
-            level = self._io.options.get("ack", "the configured level")
-            rank_zero_info(f"tierfs: checkpoints go to {self.dirpath}; a save returns at {level}")
+            if trainer.is_global_zero:
+                announce("checkpoints", self.dirpath, self._io.options.get("ack"))
         super().setup(trainer, pl_module, stage)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -174,8 +158,7 @@ class TierCheckpoint(ModelCheckpoint):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the generators, as the last thing before the data loader draws numbers."""
-        saved, self._generators = self._generators, ()
+        saved, self._generators = self._generators, ()  # last, before the data loader draws numbers
         if len(saved) == trainer.world_size:
             set_generators(unpack(saved[trainer.global_rank], _GENERATORS))
         elif saved:
@@ -217,26 +200,8 @@ class TierCheckpoint(ModelCheckpoint):
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         resumed = str(trainer.ckpt_path or "").removesuffix(_COMMIT)
-        return previous != current and previous in self._own and not _is_same(previous, resumed)
-
-
-def checked_url(path: Any) -> str:
-    """Return a tierfs URL as text. Raise `InvalidInputError` if it is something else."""
-    if not is_ours(path):
-        raise InvalidInputError(f"checkpoints of this plug go to tierfs URLs, not to {path!r}: give 'tierfs::...'")
-    return str(os.fspath(path))
-
-
-def is_ours(path: Any) -> bool:
-    return str(os.fspath(path)).startswith("tierfs:")
-
-
-def _is_same(first: str, second: str) -> bool:
-    """Return whether two URLs name the same path, also if one names a store by its name."""
-    if first == second or not is_ours(second):
-        return first == second
-    places = [fs._locate(path) for fs, path in map(fsspec.url_to_fs, (first, second))]
-    return len({(store.url, path) for store, path in places}) == 1
+        is_resumed = posixpath.basename(previous) == posixpath.basename(resumed)  # URLs may name a store in two ways
+        return previous != current and previous in self._own and not is_resumed
 
 
 class _Sharded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 
@@ -10,22 +9,16 @@ import fsspec
 from mlflow.entities import FileInfo
 from mlflow.store.artifact.artifact_repo import ArtifactRepository, verify_artifact_path
 
-_logger = logging.getLogger("tierfs.plugs")
+from tierfs.plugs import logger
 
 
 class TierArtifactRepository(ArtifactRepository):
-    """Artifacts below a tierfs URL, such as ``mlflow.create_experiment(name, artifact_location=URL)`` sets.
-
-    The entry point ``mlflow.artifact_repository`` makes this class known to MLflow.
-
-    Args:
-        artifact_uri: ``tierfs::s3://bucket/run`` or ``tierfs://NAME/run``.
-    """
+    """Artifacts below a tierfs URL, such as ``mlflow.create_experiment(name, artifact_location=URL)`` sets."""
 
     def __init__(self, artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
         super().__init__(artifact_uri, tracking_uri, registry_uri)
         self._fs, self._root = fsspec.url_to_fs(artifact_uri)
-        _logger.info("tierfs: MLflow's artifacts go to %s; a file is done at the configured level", artifact_uri)
+        logger.info("tierfs: MLflow's artifacts go to %s; a file is done at the configured level", artifact_uri)
 
     def log_artifact(self, local_file: str, artifact_path: str | None = None) -> None:
         verify_artifact_path(artifact_path)
@@ -40,8 +33,7 @@ class TierArtifactRepository(ArtifactRepository):
         place = self._at(path)
         if not self._fs.isdir(place):
             return []
-        found = self._fs.ls(place, detail=True)
-        return sorted((self._info(entry) for entry in found), key=lambda info: str(info.path))
+        return sorted(map(self._info, self._fs.ls(place, detail=True)), key=lambda info: str(info.path))
 
     def delete_artifacts(self, artifact_path: str | None = None) -> None:
         place = self._at(artifact_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,8 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools.logging import logger
 
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import NotFoundError
+from tierfs.plugs import announce, checked_url
 from tierfs.train import Every, Latest, Manager, Preemption
 from tierfs.train.position import generators, reseed, set_generators
 from tierfs.train.run import OWN
@@ -40,9 +42,8 @@ class TierCheckpointManager(CheckpointManager):
         Attributes:
             ack: The level at which a save is done.
             grace: The time that a job has after SIGTERM.
-            save: More save policies. In code alone.
-            keep: Policies that keep checkpoints, instead of ``keep_latest_k``. In code alone.
-            options: Other arguments of `tierfs.train.Manager`. In code alone.
+            save, keep, options: More save policies, policies in place of ``keep_latest_k``, and other arguments of
+                `tierfs.train.Manager`. In code alone.
         """
 
         ack: Literal["staged", "local", "peer", "object"] = "staged"
@@ -51,21 +52,18 @@ class TierCheckpointManager(CheckpointManager):
         keep: _InCode = ()
         options: _InCode = field(default_factory=dict)
 
-    manager: Any = None
-    """The `tierfs.train.Manager` that saves and loads; ``None`` if saving is disabled."""
+    manager: Any = None  # the `tierfs.train.Manager` that saves and loads; none if saving is disabled
 
     def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
         stock: Any = config
         super().__init__(replace(stock, async_mode="disabled", keep_latest_k=0), base_folder=base_folder, **parts)
         if not self.enable:
             return
-        if not self.folder.startswith("tierfs:"):
-            raise InvalidInputError(f"checkpoint.folder is {self.folder!r}: give a tierfs URL")
         keep = config.keep or ([Latest(config.keep_latest_k)] if config.keep_latest_k else ())
         policies = [Every(steps=config.interval), Preemption(grace=config.grace), *config.save]
         self._ack = config.ack
-        self.manager = Manager(self.folder, save=policies, keep=keep, ack=config.ack, **config.options)
-        logger.info("tierfs: checkpoints go to %s; a save is done at the level %s", self.folder, config.ack)
+        self.manager = Manager(checked_url(self.folder), save=policies, keep=keep, ack=config.ack, **config.options)
+        announce("checkpoints", self.folder, config.ack)
 
     @property
     def _state(self) -> _States:
@@ -90,10 +88,9 @@ class TierCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        try:
+        restored = None
+        with contextlib.suppress(NotFoundError):
             restored = self.manager.restore(self._state, step=None if step < 0 else step)
-        except NotFoundError:
-            return bool(super()._load(step))
         if restored is None:
             return bool(super()._load(step))
         for note in restored.notes:
@@ -145,7 +142,6 @@ class _States(DictState):
             return notes + set_generators(unpack(own["rng"], "rng"))
         if wanted.kind == "full" and wanted.about is not None:
             reseed(wanted.about.run, wanted.about.step, self._rank)
-            notes.append(
-                f"{wanted.about.world_size} ranks saved it, and {self._ranks} restored it: generators are seeded"
-            )
+            saved = wanted.about.world_size
+            notes.append(f"{saved} ranks saved it, and {self._ranks} restored it: generators are seeded")
         return notes

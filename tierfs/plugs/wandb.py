@@ -53,11 +53,7 @@ class TierReferenceHandler(StorageHandler):
         ]
 
     def load_path(self, manifest_entry: ArtifactManifestEntry, local: bool = False) -> Any:
-        """Return the reference, or the path of a verified copy in wandb's cache.
-
-        Raises:
-            ConflictError: The file has other content than when it was logged.
-        """
+        """Return the reference, or the path of a verified copy in wandb's cache. Raises `ConflictError` after a change."""
         reference, digest = str(manifest_entry.ref), manifest_entry.digest
         if not local:
             return reference
