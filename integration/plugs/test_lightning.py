@@ -69,7 +69,7 @@ def names(url):
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+@pytest.mark.parametrize("strategy", ["ddp", "sharded", "fsdp"])
 def test_killed_runs_end_like_one_that_was_not(url, tmp_path, strategy):
     whole, said, _ = trained(tmp_path, EXAMPLE, f"{url}-whole", 2, strategy)
     assert f"checkpoints go to {url}-whole; a save is done at staged" in said

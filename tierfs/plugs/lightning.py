@@ -230,7 +230,8 @@ class _Sharded:
         url = checked_url(self.broadcast(url)).removesuffix(_COMMIT)
         state = {name: get_model_state_dict(module), "rest": b""}
         state |= {each: get_optimizer_state_dict(module, optimizer) for each, optimizer in optimizers.items()}
-        planner = TierLoadPlanner(allow_partial_load=not strict)
+        # By default torch takes the checkpoint for an old one if a rank has no part of a tensor of FSDP 1.
+        planner = TierLoadPlanner(flatten_sharded_tensors=False, allow_partial_load=not strict)
         dcp.load(state, storage_reader=TierReader(url, **self.tier.options), planner=planner)
         options = StateDictOptions(strict=strict)
         set_model_state_dict(module, state[name], options=options)
