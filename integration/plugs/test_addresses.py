@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 epath = pytest.importorskip("etils.epath", reason="etils is not installed")
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
-pytest.importorskip("verl", reason="verl is not installed")
+pytest.importorskip("verl.checkpoint_engine", reason="verl is not installed")
 
 import fsspec
 import pyarrow.fs
