@@ -675,6 +675,8 @@ def run(steps, given, ends_at, events, *, keep=True):
                 kept = Path(tempfile.gettempdir(), f"soak-failed-{given.seed}-{os.getpid()}")
                 shutil.copytree(base, kept, ignore=shutil.ignore_patterns("*sock", "older"))
                 print(f"{failure}\nkept: {kept}", file=sys.stderr)
+            for path in base.iterdir():
+                unmount(path)
             shutil.rmtree(base, ignore_errors=True)
     return figures, failure
 
