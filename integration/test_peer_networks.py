@@ -176,9 +176,9 @@ def test_a_full_host_is_passed_over(cluster):
 
 def test_an_isolated_owner_returns_after_two_hosts_adopted(tmp_path, s3_of_environment):
     """It goes on to write the same paths meanwhile, and loses the bucket as well as its peers."""
-    s3, _ = s3_of_environment
+    s3, proxy = s3_of_environment
     with contextlib.ExitStack() as ends:
-        cluster = ends.enter_context(cluster_at(tmp_path, f"s3://{s3.new_root()}", bucket_port=s3.port))
+        cluster = ends.enter_context(cluster_at(tmp_path, f"s3://{s3.new_root()}", bucket_port=proxy.port))
         a, b, c = start(cluster, "a", "b", "c", peers=2)
         a.bucket.fail(PlannedTcpFault(TcpFault.UNAVAILABLE, side="request", aim=lambda method, _: method == "PUT"))
         first = {f"run/{number}": content(number) for number in range(3)} | {"run/latest": b"first"}

@@ -64,7 +64,7 @@ def test_a_picture_shows_the_page(browser, page, name):
         "document.querySelectorAll('.line, canvas, .cell').length > 2 && document.querySelector('#live').innerText !== 'offline'"
     )
     time.sleep(4)  # until the chart of the last minutes has a line
-    taken = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 90})
+    taken = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 75})
     picture = base64.b64decode(taken["data"])
     if where_png := os.environ.get("TIERFS_LOOK"):
         browser.driver.save_screenshot(f"{where_png}/{name}.png")
