@@ -86,6 +86,16 @@ def state_of_its_own():
             os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def environment_is_restored():
+    """Frameworks set variables of their jobs, such as MASTER_PORT, in this process and leave them there."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before.items() - os.environ.items())
+
+
 @pytest.fixture(scope="session")
 def s3_and_proxy():
     """One for all tests that name S3 in the environment: a process keeps its connections to the first endpoint."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import peer_writer
 import pytest
+from servers.server import free_ports
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
@@ -43,10 +43,7 @@ class World:
         self.kills = 0
 
     def host(self, name, **settings):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        return PeerHost(self.base, name, self.url, port, **settings)
+        return PeerHost(self.base, name, self.url, *free_ports(1), **settings)
 
     def restart(self, host):
         host.kill()

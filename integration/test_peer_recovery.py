@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -30,18 +29,15 @@ JOB = Path(__file__).with_name("peer_job.py")
 
 
 @pytest.fixture
-def hosts(tmp_path, monkeypatch):
-    """A function that makes a host that publishes nothing but small records."""
+def hosts(request, tmp_path, monkeypatch):
+    """A function that makes a host that publishes nothing but small records. The parameter is the lease in seconds."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
     url = f"file://{tmp_path}/store"
-    tierfs.init(url, lease_s=LEASE_S)
+    tierfs.init(url, lease_s=getattr(request, "param", LEASE_S))
     with contextlib.ExitStack() as ends:
 
         def make(name, **settings):
-            with socket.socket() as sock:
-                sock.bind(("127.0.0.1", 0))
-                port = sock.getsockname()[1]
-            host = PeerHost(tmp_path, name, url, port, **{"bandwidth": 1, **settings})
+            host = PeerHost(tmp_path, name, url, *free_ports(1), **{"bandwidth": 1, **settings})
             ends.callback(host.close)
             return host.start()
 
@@ -86,9 +82,7 @@ def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
     for owner in owners:
         until(lambda owner=owner: owner.status()["peers"]["live"] == 2, WAIT_S)
     ranks = []
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    [port] = free_ports(1)
     for rank, owner in enumerate(owners):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         environment |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "1"}
@@ -105,6 +99,23 @@ def test_a_job_on_other_hosts_reads_a_save_of_lost_hosts(hosts):
         assert torch.equal(found[f"part{rank}"], torch.randn(600, 600))
     with manager(reader) as run:
         assert run.latest(level="peer") == 7
+
+
+@pytest.mark.parametrize("hosts", [12], indirect=True, ids=["lease_12_s"])
+def test_a_holder_that_refused_connections_is_asked_again(hosts):
+    owner, holder = hosts("owner"), hosts("holder")
+    for thread in os.listdir(
+        f"/proc/{owner.pid}/task"
+    ):  # on one processor, a thread that is refused often ends at once
+        os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
+    fs, root = owner.open(ack="staged")
+    for number in range(4):
+        fs.pipe_file(f"{root}/x{number}", bytes([number]) * 300_000)
+        fs.wait(root, "peer", timeout=WAIT_S)
+        failed = owner.status()["counters"].get("flusher_peer_failures", 0) + 2
+        holder.kill()
+        until(lambda n=failed: owner.status()["counters"].get("flusher_peer_failures", 0) >= n, WAIT_S)
+        holder.start()
 
 
 def test_hosts_that_load_one_file_share_what_they_read(tmp_path, s3_of_environment):

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from harness import SEED, Aims, Rows, machine, parser, say
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 from servers import ministack
+from servers.server import free_ports
 from support.peer_hosts import PeerHost, bare, until
 
 import tierfs
@@ -86,12 +86,6 @@ def socket_seconds(base: Path, source: np.ndarray, port: int) -> float:
     return seconds
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--bytes", default="1GiB")
@@ -109,9 +103,9 @@ def main() -> int:
             "peer_ram": str((options.rounds + 2) * 2 * size + (64 << 20)),
         }
         share = bucket_share(base, min(size, 128 << 20))
-        owner = PeerHost(base, "owner", url, free_port(), bandwidth=1, **room)
-        holder = PeerHost(base, "holder", url, free_port(), **room)
-        empty = PeerHost(base, "empty", url, free_port(), **{**room, "peer_ram": "0", "peer_nvme": "0"})
+        owner = PeerHost(base, "owner", url, *free_ports(1), bandwidth=1, **room)
+        holder = PeerHost(base, "holder", url, *free_ports(1), **room)
+        empty = PeerHost(base, "empty", url, *free_ports(1), **{**room, "peer_ram": "0", "peer_nvme": "0"})
         try:
             report = measure(base, owner.start(), holder.start(), empty, size, options.rounds, share)
         finally:
@@ -133,7 +127,7 @@ def bucket_share(base: Path, size: int) -> float:
         data = np.random.default_rng(SEED).bytes(size)
         there.pipe_file(f"{store}/run/x", data)
         room = {"ram": str(size + (64 << 20)), "nvme": "0", "peer_nvme": "0", "peer_ram": str(size)}
-        hosts = [PeerHost(base, f"loader{number}", url, free_port(), **room) for number in range(4)]
+        hosts = [PeerHost(base, f"loader{number}", url, *free_ports(1), **room) for number in range(4)]
         for host in hosts:
             ends.callback(host.close)
             host.start()
@@ -193,7 +187,7 @@ def measure(
         rows.note(
             "recover", seconds=(took := recover(empty, f"run/{number}-changed", source)), rate=size / took, sent=0
         )
-        rows.note("socket", seconds=(took := socket_seconds(base, source, free_port())), rate=size / took, sent=size)
+        rows.note("socket", seconds=(took := socket_seconds(base, source, *free_ports(1))), rate=size / took, sent=size)
         for path in (f"run/{number}", f"run/{number}-changed"):
             fs.rm_file(f"{root}/{path}")
     last = f"run/{rounds - 1}-last"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 REQUIREMENTS = "pip install -r integration/requirements.txt"
 START_S = 60
+PORTS = range(20_000, 32_000)  # Linux gives connections those from 32,768 on
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,15 @@ def find_program(name: str) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+    """Return ports of 127.0.0.1 that are free. The kernel gives none of them to a connection of another process."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"127.0.0.1 has no {count} free ports in {PORTS}")
 
 
 @contextlib.contextmanager

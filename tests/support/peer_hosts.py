@@ -46,6 +46,10 @@ class PeerHost:
         until(lambda: any(map(self._answers, self.state.glob("stores/*"))), 60)
         return self
 
+    @property
+    def pid(self):
+        return self._flusher.pid
+
     def _spawn(self, arguments):
         with (self.state / "sidecar.log").open("ab") as log:
             return subprocess.Popen(

@@ -265,6 +265,8 @@ class Peering:
             told = [host for host in live if self._gone.get(host) or host in self._unsure]
             told = [host for host in told if not self.members.rests(host)]
             wanted = {**{host: live[host] for host in told}, **chosen}
+        # A thread may end before this one goes on, so it is looked at, and never removes itself.
+        self._senders = {host: thread for host, thread in self._senders.items() if thread.is_alive()}
         for host, record in wanted.items():
             if host not in self._senders and not state.stopping:
                 thread = start_daemon(self._serve, host, record, name="peer-sender")
@@ -308,7 +310,6 @@ class Peering:
         finally:
             self._clients.pop(host, None)
             client.close()
-            self._senders.pop(host, None)
             self._again.set()
 
     def _give_up(self, host: str, text: str, error: Exception) -> None:
