@@ -2,8 +2,8 @@
 
 ``python integration/soak.py --hours 1 --seed 7 --report FILE``. A seed gives a list of *steps*, which do not depend on
 outcomes, so a part of the list can be run again: ``--replay EVENTS`` repeats the steps of a run's event log, and looks
-for a shorter list that still fails. `soak_steps` draws the steps, `soak_work` has the processes, `support.soak_harm` flips bits, and
-`support.promises` says which answers are right.
+for a shorter list that still fails. `soak_steps` draws the steps, `soak_work` has the processes, `soak_harm` flips
+bits, and `support.promises` says which answers are right.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 import peer_cluster
+import soak_harm
 import soak_work
 from servers import ministack
+from soak_hosts import Host, bytes_below, fill, mount_small, older_zygote, unmount
 from soak_steps import WRITERS, schedule
-from support import soak_harm
 from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
 from support.promises import LEVELS, BrokenPromiseError, Model
-from support.soak_hosts import Host, bytes_below, fill, mount_small, older_zygote, unmount
 
 import tierfs
 from tierfs.session import parse_url

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from support.soak_hosts import WRITERS
+from soak_hosts import WRITERS
 
 SETTLE_EVERY = 250
 NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")

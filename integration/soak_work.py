@@ -22,9 +22,9 @@ from pathlib import Path
 import fsspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from struck_objects import StruckObjects
 from support import killing
 from support.promises import digest_of
-from support.struck_objects import StruckObjects
 
 from tierfs.clock import SystemClock
 from tierfs.errors import ConflictError

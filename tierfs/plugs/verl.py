@@ -79,7 +79,7 @@ class TierWeightsEngine(CheckpointEngine):
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Save the weights, of which the first rank holds a copy in host memory. Return the seconds, for verl's metrics."""
+        """Save the weights, of which the first rank holds a copy in host memory. Return the seconds."""
         copies = {}
         async for name, weight in ensure_async_iterator(weights):
             if self._is_master:

@@ -368,8 +368,9 @@ class Manager:
 
         Args:
             state: As for `step`.
-            step: Load this step instead of the newest one. With `Replay`, it may be a logged step. If training goes on from there, it leaves newer steps behind:
-                a later restore passes over them, a save replaces them, and no policy keeps them.
+            step: Load this step instead of the newest one. With `Replay`, it may be a logged step. If training goes on
+                from there, it leaves newer steps behind: a later restore passes over them, a save replaces them, and
+                no policy keeps them.
             only: Shell patterns of names, such as ``["model.*"]``, or one of them. The rest of the state stays
                 unchanged. ``()`` loads all of it.
             kind: ``"full"`` takes a light checkpoint, with a warning, only if no full one can be loaded. ``"any"``

@@ -1,6 +1,7 @@
 """Drafts: a draft is a sealed change of one path that this host has not published yet.
 
-A draft lies in a slab, or in a file of the nvme tier once it has reached that tier. The format is private to the host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
+A draft lies in a slab, or in a file of the nvme tier once it has reached that tier. The format is private to the host.
+tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class PendingDrafts:
     def pending_below(self, path: str, *, ram_only: bool = False) -> dict[str, Pending]:
         """Return the newest draft of each path at or below ``path``; of all paths for ``""``.
 
-        Drafts that cannot be decoded are skipped and logged, and those of the ram tier alone are skipped unless they are asked for.
+        Drafts that cannot be decoded are skipped and logged. Those of the ram tier alone are skipped unless they are
+        asked for.
         """
         staged = [draft for draft in self._by_path.below(path) if ram_only or not draft.is_ram_only]
         stored = self._nvme.drafts_below(path)
@@ -140,7 +141,10 @@ class PendingDrafts:
         return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None and not draft.is_ram_only]
 
     def drop_ram_only(self, write_ids: Collection[bytes]) -> None:
-        """Free drafts of the ram tier alone, of any process, and their chunks. The drafts go first: no reader sees one without chunks."""
+        """Free drafts of the ram tier alone, of any process, and their chunks.
+
+        The drafts go first, so that no reader sees one without chunks.
+        """
         for slot in self._ram.drafts() if write_ids else ():
             draft = self._decoded.in_slot(slot) if slot.name in write_ids else None
             if draft is not None and draft.is_ram_only:

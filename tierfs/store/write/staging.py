@@ -44,7 +44,8 @@ def after_pending(store: Store, observed: Observed) -> Observed:
     if observed.draft is None:
         return observed
     now = observe(store, observed.path)
-    if observed.draft != (now.record.write_id if now.record else observed.is_tombstone and observed.draft):
+    is_ours = observed.is_tombstone if now.record is None else now.record.write_id == observed.draft
+    if not is_ours:
         raise _changed(store, observed, "by another writer")
     return now
 

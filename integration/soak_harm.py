@@ -7,7 +7,7 @@ import os
 import signal
 
 import xxhash
-
+from soak_hosts import fill
 from support import killing
 from support.flipped_copies import (
     CHUNK,
@@ -20,7 +20,7 @@ from support.flipped_copies import (
     flip_nvme_file,
 )
 from support.promises import BrokenPromiseError
-from support.soak_hosts import fill
+
 from tierfs.host.rpc.protocol import connect
 
 ROUNDS = 8
