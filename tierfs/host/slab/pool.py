@@ -207,9 +207,12 @@ class SegmentPool:
             left = [number for number, slots in enumerate(found) if slots is None]
             if not left:
                 break
+            wanted = [runs[number] for number in left]
             with contextlib.suppress(ReadOnlyError):  # another thread dropped it
+                if not segment.may_take(wanted):
+                    continue
                 self._leave_removed(segment)
-                taken = segment.take_runs(kind, [runs[number] for number in left])
+                taken = segment.take_runs(kind, wanted)
                 for number, slots in zip(left, taken, strict=True):
                     found[number] = slots
         return None not in found

@@ -186,6 +186,10 @@ class Segment:
         """A counter that moves whenever any process allocates, seals, marks, hides or frees a slot."""
         return int(self._table.changes[0])
 
+    def may_take(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Return whether one of these runs may fit, without a system call. `take_runs` decides."""
+        return any(map(self._own().may_take, runs))
+
     def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
         """Allocate runs of slots to be filled. The slots of a run are adjacent in memory, each on a page boundary.
 

@@ -27,6 +27,10 @@ class FreeRanges:
                 return at
         return None
 
+    def has(self, size: int) -> bool:
+        """Return whether a range has ``size`` bytes. Any thread may ask; the answer may be out of date."""
+        return any(end - begin >= size for begin, end in tuple(self._free))
+
     def give(self, begin: int, end: int) -> None:
         """Add a range. It overlaps no free one."""
         if begin == end:
@@ -48,6 +52,10 @@ class SlotAllocator:
         self._serial = 0
         self._free = FreeRanges()
         self._free.give(layout.data_at, layout.data_at + layout.data_bytes // padded(1) * padded(1))
+
+    def may_take(self, lengths: Sequence[int]) -> bool:
+        """Return whether `take` would find room. Any thread may ask; the answer may be out of date."""
+        return len(lengths) <= len(self._slots) and self._free.has(sum(padded(max(each, 1)) for each in lengths))
 
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
         """Allocate adjacent slots of these lengths in bytes. Each starts on a page boundary.
