@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -185,6 +186,24 @@ def test_strangers_and_rubbish_do_not_stop_a_holder(hosts, tmp_path):
             sock.sendall(rubbish)
     fs, root = save(owner, {"x": content(13)})
     assert fs.ack(f"{root}/run/x") == "peer"
+
+
+def test_a_holder_without_free_descriptors_waits_for_some(hosts):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    [known] = until(lambda: owner.status()["peers"]["hosts"], WAIT_S)
+    address = known["address"].split(":")
+    used = [int(each) for each in os.listdir(f"/proc/{holder.pid}/fd")]
+    before = resource.prlimit(holder.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(holder.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
+    with contextlib.ExitStack() as ends:
+        for _ in range(40):
+            ends.enter_context(socket.create_connection((address[0], int(address[1]))))
+        until(lambda: "Too many open files" in holder.log(), WAIT_S)
+        time.sleep(1)
+        assert holder.log().count("Too many open files") < 10
+    resource.prlimit(holder.pid, resource.RLIMIT_NOFILE, before)
+    fs, root = save(owner, {"x": content(8)}, ack="staged")
+    fs.wait(root, "peer", timeout=WAIT_S)
 
 
 def test_ack_peer_without_peers_is_refused(hosts, tmp_path):

@@ -27,6 +27,7 @@ from tierfs.peers.members import Members
 from tierfs.peers.room import PeerRoom
 from tierfs.peers.settings import Identity, PeerSettings
 from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
+from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
     from tierfs.host.cache.sources import ChunkSources
@@ -126,13 +127,17 @@ class PeerServer:
                 continue
             except OSError as error:
                 _logger.warning("a connection of a peer cannot be accepted: %s", error)
+                time.sleep(TICK_S)  # this process may have too many open files
                 continue
             if not self._free.acquire(blocking=False):
                 self._close_an_idle_one()
                 if not self._free.acquire(timeout=TICK_S):
                     sock.close()
                     continue
-            threading.Thread(target=self._serve, args=(sock,), name="tierfs-peer", daemon=True).start()
+            if start_daemon(self._serve, sock, name="peer") is None:
+                _logger.warning("a connection of a peer cannot be served: this process cannot start a thread")
+                self._free.release()
+                sock.close()
 
     def _close_an_idle_one(self) -> None:
         """Close the connection that was not used for the longest time. Its client opens another when it needs one."""
