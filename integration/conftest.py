@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 import time
 
@@ -11,6 +12,10 @@ from leftovers import end_flushers
 from servers import ministack
 
 from tierfs.testing import TcpFaultProxy
+
+# Workers and their children find compiled files instead of compiling each file again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test files that take minutes, the longest first, so that two processes that share the files end at the same time.
 LONG = (
