@@ -27,11 +27,11 @@ WAIT_S = 60
 
 
 @pytest.fixture
-def hosts(tmp_path, monkeypatch):
-    """A function that makes a host. The hosts are killed at the end."""
+def hosts(request, tmp_path, monkeypatch):
+    """A function that makes a host. The hosts are killed at the end. The parameter is the lease in seconds."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
     url = f"file://{tmp_path}/store"
-    tierfs.init(url, lease_s=LEASE_S)
+    tierfs.init(url, lease_s=getattr(request, "param", LEASE_S))
     made = []
 
     def make(name, **settings):
@@ -363,6 +363,7 @@ def test_a_read_waits_only_briefly_for_a_host_that_hangs(hosts):
         holders[0].signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize("hosts", [60], indirect=True, ids=["lease_60_s"])
 def test_a_file_whose_holders_are_away_is_not_called_damaged(hosts):
     holder, reader = held(hosts, {"x": content(27)}), hosts("c", bandwidth=1)
     fs, root = reader.open()

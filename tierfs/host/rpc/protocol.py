@@ -171,8 +171,7 @@ def listen(directory: Path) -> socket.socket:
 def identity_of(directory: Path) -> tuple[int, int] | None:
     """Return device and inode of the socket in ``directory``; None if there is none."""
     try:
-        with _address(directory) as address:
-            status = os.stat(address)
+        status = os.stat(directory / SOCKET_NAME)  # without a descriptor, which a busy process may not get
     except OSError:
         return None
     return status.st_dev, status.st_ino
