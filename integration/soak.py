@@ -32,6 +32,7 @@ import soak_work
 from servers import ministack
 from soak_hosts import Host, bytes_below, fill, mount_small, older_zygote, unmount
 from soak_steps import WRITERS, schedule
+from struck_objects import STALE_S
 from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
 from support.promises import LEVELS, BrokenPromiseError, Model
@@ -43,7 +44,9 @@ from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 PROGRAM = Path(__file__).with_name("soak_work.py")
 HANG_S, SETTLE_S = 60, 90
+STALE = 8  # the number of the host whose reader gets old answers
 LEASE_S, GRACE_S = 5, 12
+UPKEEP_LEASE_S, UPKEEP_GRACE_S = 3, 6
 LATE_S = 1.6  # after which no late request of `soak_work` is left
 RAM, NVME = "32MiB", "64MiB"
 OLDER = "0.0.9"
@@ -85,12 +88,13 @@ class World:
             self.url = f"s3://{server.new_root()}"
         soak_work.use_endpoint(self.endpoints[0])
         os.environ |= {"TIERFS_STATE_DIR": str(base / "driver"), "TIERFS_SHM_DIR": str(base)}
-        tierfs.init(self.url, lease_s=LEASE_S, grace_s=GRACE_S)
+        self.lease_s, self.grace_s = (UPKEEP_LEASE_S, UPKEEP_GRACE_S) if given.upkeep else (LEASE_S, GRACE_S)
+        tierfs.init(self.url, lease_s=self.lease_s, grace_s=self.grace_s)
         self.objects = open_bare(parse_url(self.url))[0].objects
         words = ["--s3"] * given.s3
         self.zygotes = {"": Zygote(PROGRAM, *words), "torch": Zygote(PROGRAM, "--torch", *words)}
         self.zygotes["older"] = older_zygote(base, given.older, PROGRAM) if given.older else self.zygotes[""]
-        for name in ("faults", "faults.past"):
+        for name in ("faults", "faults.past", "gc"):
             (base / name).mkdir()
         self.listener = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.listener.bind(str(base / "sock"))
@@ -102,7 +106,8 @@ class World:
             self.network = resources.enter_context(contextlib.closing(peer_cluster.Cluster(base / "network", self.url)))
             for host in self.hosts:
                 host.node = self.network.host(f"node{host.number}")
-        self.reader = Host(9, base, 1).slots[0]  # it has no local tiers, and no fault strikes it
+        # Both have no local tiers, and no fault strikes them. The second one gets old answers.
+        self.reader, self.stale_reader = (Host(number, base, 1).slots[0] for number in (9, STALE))
         self.model = Model()
         self.timers, self.numbers, self.losable_at = [], itertools.count(), 0
         self.calm_at = self.started = time.monotonic()  # when the last stop or outage ended
@@ -117,13 +122,14 @@ class World:
     # -- processes
 
     def start(self, role, host, *, zygote="", **spec):
-        number, is_bare = next(self.numbers), host.number == 9
+        number, is_bare = next(self.numbers), host in (self.reader.host, self.stale_reader.host)
         common = {
             "role": role, "url": self.url, "ram": RAM, "nvme": NVME, "bare": is_bare, "mount": str(host.mounted),
             "state": str(host.state), "shm": str(host.shm), "log": str(self.base / f"host{host.number}.log"),
             "socket": str(self.base / "sock"), "notes": str(self.base / "faults"),
             "seed": f"{self.given.seed} {number}", "endpoint": self.endpoints[not is_bare],
             "faults": 0 if is_bare else self.given.faults, "outage": "" if is_bare else str(self.base / "outage"),
+            "lies": (role == "command" and self.given.faults > 0 and not is_bare) or host.number == STALE,
             "namespace": host.node and host.node.namespace.path, "address": host.node and host.node.address,
             "clock_s": (number % 5 == 4) * (number % 13 - 6) * 3600,
         }  # fmt: skip
@@ -139,7 +145,7 @@ class World:
         if host.node:
             tiers += ["--peers", "1", "--peer-listen", host.node.address, "--peer-ram", "0", "--peer-nvme", "32MiB"]
             tiers += ["--bandwidth", "2MB"]  # so that peers hold something
-        upkeep = ["--gc-every", "4s", "--scrub-bandwidth", "5MB"]
+        upkeep = ["--gc-every", "1s" if self.given.upkeep else "4s", "--scrub-bandwidth", "5MB"]
         older = {"version": OLDER, "zygote": "older"} if host.is_older_due else {}
         reap(host.flusher)
         host.flusher = self.command(host, "flusher", "run", f"tierfs::{self.url}", *tiers, *upkeep, **older)
@@ -282,7 +288,7 @@ class World:
                 raise BrokenPromiseError("hang", f"{slot.directory} has been busy with {flight['request']}")
 
     def slots(self):
-        return [slot for host in self.hosts for slot in host.slots] + [self.reader]
+        return [slot for host in self.hosts for slot in host.slots] + [self.reader, self.stale_reader]
 
     def receive(self, slot):
         if slot.flight is None:
@@ -395,6 +401,12 @@ class World:
 
         self.send(slot, {"do": "listed"}, done)
 
+    def do_stale(self, step):
+        """Let a reader that gets old answers read all files of a directory: any version since the last audit is right."""
+        self.until_idle(self.stale_reader)
+        self.alive(self.stale_reader)
+        self.check(self.stale_reader, step["of"], step["door"])
+
     def do_read(self, slot, step):
         self.check(slot, self.slot(step["of"]).directory, step["door"])
 
@@ -408,7 +420,8 @@ class World:
         """Let a slot read all files of a directory, or these, and check the answers when they arrive."""
         level = "staged" if directory.startswith(f"h{slot.host.number}") else "object"
         known = self.model.below(directory) if names is None else {name: self.model.path(name) for name in names}
-        floors = {name: path.floors[level] for name, path in known.items() if not name.endswith("/trained")}
+        level = None if slot is self.stale_reader else level
+        floors = {name: path.floors.get(level, 0) for name, path in known.items() if not name.endswith("/trained")}
         is_calm = time.monotonic() > self.calm_at
 
         def done(result):
@@ -454,9 +467,9 @@ class World:
         if "error" in self.call(self.reader, do="write", name=lent, content=content, level="object", door="pipe"):
             return
         self.kill("flusher", slot.host)
-        slot.host.due_at = time.monotonic() + 2 * GRACE_S + 22  # each change waits for a flusher for 10 s
+        slot.host.due_at = time.monotonic() + 2 * self.grace_s + 22  # each change waits for a flusher for 10 s
         self.calm_at = max(self.calm_at, slot.host.due_at)
-        for seconds in range(GRACE_S, 2 * GRACE_S + 22, 5):
+        for seconds in range(self.grace_s, 2 * self.grace_s + 22, 5):
             self.at(seconds * 1000, lambda: self.do_command({"host": slot.host.number - 1, "words": ["gc"]}))
         index = self.model.path(full_name(slot, step["name"])).begin([tuple(other)])
         if "error" not in self.call(slot, do="write", name=step["name"], content=other, level="staged", door="pipe"):
@@ -537,7 +550,7 @@ class World:
         self.outcomes[f"all below {level} lost"] += 1
         if level == "peer":
             self.await_adoption(host)
-            self.losable_at = time.monotonic() + 3 * LEASE_S
+            self.losable_at = time.monotonic() + 3 * self.lease_s
 
     def await_adoption(self, host):
         """Wait until the peers of a lost host have brought to the object tier all that they hold of it."""
@@ -590,7 +603,10 @@ class World:
                 path.acknowledge(path.floors["staged"], "object")
             host.commands = [each for each in host.commands if self.check_command(each)]
         self.note_slowest("settling_s", time.monotonic() - begun)
+        self.calm_at = time.monotonic()
         self.audit()
+        while time.monotonic() < self.calm_at + STALE_S:  # the stale reader sees nothing of before
+            self.pump(0.1)
         self.done["audits"] += 1
         self.measure()
 
@@ -629,10 +645,13 @@ class World:
 
     def figures(self, failure):
         kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
-        faults = Counter({path.name: path.stat().st_size for path in (self.base / "faults").iterdir()})
+        faults, gc = (
+            Counter({path.name: path.stat().st_size for path in (self.base / name).iterdir()})
+            for name in ("faults", "gc")
+        )
         faults.update(fault.value for fault, *_ in (self.proxy.fired if self.proxy else ()))
         faults.update({kind: count for kind, count in self.outcomes.items() if kind.startswith(("full: ", "cuts"))})
-        counts = {"kills": self.kills, "faults": faults, "flips": self.flips, "damage": self.damage}
+        counts = {"kills": self.kills, "faults": faults, "flips": self.flips, "damage": self.damage, "gc": gc}
         counts |= {"operations": self.done, "acknowledged_bytes": self.acknowledged, "outcomes": self.outcomes}
         return {
             "seconds": round(time.monotonic() - self.started),
@@ -643,7 +662,7 @@ class World:
         }
 
     def close(self):
-        for host in [*self.hosts, self.reader.host]:
+        for host in [*self.hosts, self.reader.host, self.stale_reader.host]:
             self.end(host)
         for zygote in set(self.zygotes.values()):
             zygote.close()
@@ -705,6 +724,7 @@ def main():
     parser.add_argument("--faults", type=float, default=0.03, help="probability that a request to the store fails")
     parser.add_argument("--s3", action="store_true", help="keep the store on an S3 server behind a faulty proxy")
     parser.add_argument("--peers", action="store_true", help="three hosts in network namespaces hold changes twice")
+    parser.add_argument("--upkeep", action="store_true", help="most steps are gc, scrub, and reads of old answers")
     parser.add_argument("--older", metavar="COMMIT", help="let some flushers run the code of this commit")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--events", type=Path, help="the event log; it is removed if nothing fails")
@@ -718,10 +738,11 @@ def main():
     if given.replay:
         sys.exit(replay(given, ends_at) is not None)
     events = given.events or Path(tempfile.gettempdir(), f"soak-{os.getpid()}.jsonl")
-    figures, failure = run(schedule(given.seed, 3 if given.peers else 2, has_peers=given.peers), given, ends_at, events)
+    figures, failure = run(schedule(given), given, ends_at, events)
     options = [f"--{name} {value}" for name in ("hours", "seed", "faults", "older") if (value := vars(given)[name])]
+    options += [f"--{name}" for name in ("s3", "peers", "upkeep") if vars(given)[name]]
     report = {
-        "command": " ".join(["python integration/soak.py", *options, *["--s3"] * given.s3, *["--peers"] * given.peers]),
+        "command": " ".join(["python integration/soak.py", *options]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count()},
         "failure": None if failure is None else str(failure),

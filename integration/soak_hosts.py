@@ -76,7 +76,7 @@ def fill(directory):
 
 def older_zygote(base, commit, program):
     """Return a process that forks flushers with the code of an older commit."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     (base / "older").mkdir()
     archive = subprocess.run(["git", "archive", commit, "tierfs"], cwd=root, capture_output=True, check=True)
     subprocess.run(["tar", "-x"], cwd=base / "older", input=archive.stdout, check=True)

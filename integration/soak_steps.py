@@ -12,25 +12,33 @@ NAMES = ("a", "b", "run/1/x", "run/1/y", "latest")
 SHARED = ("/all/a", "/all/b", "/all/c/d")  # both hosts change them, at level ``object``
 SIZES = (10, 900, 60_000, 70_000, 300_000, 1_300_000)
 COMMANDS = (["gc"], ["scrub"], ["scrub", "--tier", "nvme"], ["scrub", "--tier", "ram"], ["evict", "--tier", "ram"])
-COMMANDS += (["evict", "--tier", "nvme"], ["status"], ["du"])
+COMMANDS += (["evict", "--tier", "nvme"], ["status"], ["du"], ["verify"])
 FLIPS = (["ram"], ["nvme"], ["ram", "nvme"], ["chunk"], ["record"])
 PENDING = ("slot", "draft", "slot head", "draft head", "batch")
+KINDS = {"files": 50, "checkpoints": 5, "read": 10, "stale": 5, "flip": 12, "kill": 8, "stop": 2, "command": 2}
+KINDS |= {"outage": 1, "lose": 0.8, "fill": 1, "lend": 0.1, "cut": 0.5}
+# The other profile: short answers for gc, old ones for readers.
+UPKEEP_COMMANDS = (*COMMANDS, ["gc"], ["gc"], ["verify"])
+UPKEEP = {"checkpoints": 2, "stale": 40, "flip": 0.5, "kill": 3, "stop": 1, "command": 12}
+UPKEEP |= {"outage": 0.3, "lose": 0.2, "fill": 0.2}
 CHANGES = {"write": 44, "move": 7, "copy": 5, "remove": 6, "wait": 5, "ack": 3, "evict": 3, "prefetch": 2, "listed": 3}
 
 
-def schedule(seed, hosts=2, *, has_peers=False):
-    """Yield the steps of a seed."""
-    noise = random.Random(f"soak {seed}")
+def schedule(given):
+    """Yield the steps that the options of a run ask for."""
+    noise, hosts = random.Random(f"soak {given.seed}"), 3 if given.peers else 2
+    settle_every = SETTLE_EVERY * (3 if given.upkeep else 1)
     for number in itertools.count(1):
-        step = {"do": "settle"} if number % SETTLE_EVERY == 0 else drawn(noise, number, hosts)
-        if has_peers and step.get("level") == "local" and step["do"] != "lose" and noise.random() < 0.6:
+        step = {"do": "settle"} if number % settle_every == 0 else drawn(noise, number, hosts, given.upkeep)
+        if given.upkeep and noise.random() < 0.8:  # gc of a killed process keeps its turn for a lease
+            step = {name: value for name, value in step.items() if name not in ("kill", "held")}
+        if given.peers and step.get("level") == "local" and step["do"] != "lose" and noise.random() < 0.6:
             step["level"] = "peer"
         yield {"n": number, **step}
 
 
-def drawn(noise, number, hosts):
-    kinds = ("files", "checkpoints", "read", "flip", "kill", "stop", "command", "outage", "lose", "fill", "lend", "cut")
-    (kind,) = noise.choices(kinds, (50, 5, 10, 12, 8, 2, 2, 1, 0.8, 1, 0.1, 0.5))
+def drawn(noise, number, hosts, is_upkeep):
+    (kind,) = noise.choices([*KINDS], [*(KINDS | (UPKEEP if is_upkeep else {})).values()])
     host, writer = noise.randrange(hosts), noise.randrange(WRITERS)
     match kind:
         case "files":
@@ -40,6 +48,9 @@ def drawn(noise, number, hosts):
         case "read":
             of = [noise.randrange(hosts), noise.randrange(WRITERS)]
             return {"do": "read", "slot": [host, writer], "of": of, "door": noise.choice(["cat", "open"])}
+        case "stale":
+            of = noise.choice(["all/", f"h{host}w{writer}"])
+            return {"do": "stale", "of": of, "door": noise.choice(["cat", "open"])}
         case "flip":
             step = {"do": "flip", "slot": [host, writer], "name": noise.choice(NAMES), "at": noise.random()}
             if noise.random() < 0.1:
@@ -52,7 +63,8 @@ def drawn(noise, number, hosts):
             who = noise.choice(["flusher", "mount", *range(WRITERS)])
             return {"do": "stop", "host": host, "who": who, "ms": noise.choice([20, 300, 2500])}
         case "command":
-            return {"do": "command", "host": host, "words": noise.choice(COMMANDS), **kill(noise, 0.3, ["command"])}
+            words = noise.choice(UPKEEP_COMMANDS if is_upkeep else COMMANDS)
+            return {"do": "command", "host": host, "words": words, **kill(noise, 0.3, ["command"])}
         case "outage":
             return {"do": "outage", "ms": noise.choice([50, 300])}
         case "cut":

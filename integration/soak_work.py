@@ -62,7 +62,7 @@ def use_endpoint(url):
 
 def strike_objects(spec):
     noise, local = random.Random(spec["seed"]), registry.LocalObjects
-    lies = spec["role"] == "command" and spec["faults"] > 0 and not spec.get("version")
+    lies = spec["lies"] and not spec.get("version")
     struck = {"probability": spec["faults"], "notes": spec["notes"], "outage": spec["outage"], "lies": lies}
     registry.LocalObjects = lambda path: StruckObjects(local(path), noise, **struck)
 
@@ -261,7 +261,7 @@ def prepared(role):
             with open(spec["namespace"]) as file:
                 assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
             os.environ |= {"TIERFS_PEERS": "1", "TIERFS_PEER_LISTEN": spec["address"]}
-        if not spec["bare"]:
+        if not spec["bare"] or spec["lies"]:
             strike_objects(spec)
         ahead_ns, now_ns = spec["clock_s"] * 10**9, time.time_ns
         SystemClock.now_ns = lambda self: now_ns() + ahead_ns * (int(time.monotonic() / 3) % 2)  # it jumps

@@ -41,6 +41,8 @@ class StruckObjects(WrappedObjects):
 
     def _around(self, request, send):
         self._maybe_strike(request.method)
+        if request.method == "delete" and request.key.startswith(keys.CHUNKS):
+            self._note("../gc/deletions of chunks")
         past = Path(f"{self._notes}.past", request.key.replace("/", "|"))
         if request.method == "put" and not request.key.startswith(keys.CHUNKS):
             before = self._there(request.key)
