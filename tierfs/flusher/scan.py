@@ -150,11 +150,10 @@ class PendingScan:
             raise damaged_segment(name, error, path)
         for where, place in list(self._lost.values()):
             if not where or is_at_or_below(where, path):
-                if isinstance(place, int):
+                of = "" if where else " for the store's root"
+                advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
+                if where and isinstance(place, int):  # an unreadable draft in a slab also keeps writers from its path
                     advice = "write it again, or discard it with `tierfs flusher discard`"
-                else:  # an unreadable draft in a slab also keeps writers from its path, so discard it first
-                    of = "" if where else " for the store's root"
-                    advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
                 raise CorruptionError(
                     f"{where or 'a file'}: this host's last write is damaged and cannot be recovered: {advice}",
                     path=where,

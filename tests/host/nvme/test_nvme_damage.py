@@ -14,9 +14,11 @@ from support.nvme_tools import (
     write,
 )
 
-from tierfs.errors import FormatError
+from tierfs.errors import CorruptionError, FormatError
+from tierfs.host.events import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import has_tier, is_needed
+from tierfs.host.pending.index import DecodedDrafts
 
 
 @pytest.fixture
@@ -64,12 +66,28 @@ def test_a_flipped_bit_in_a_state_loses_no_draft(stored, bit):
     assert paths(open_tier(stored)) == ["a", "b"]
 
 
+@pytest.mark.parametrize("at", [0, 9, 10, 15, 20, 60])
+def test_a_flipped_bit_in_a_table_loses_no_draft(stored, at):
+    batch = batches(stored)[0]
+    sound = batch.read_bytes()
+    for place in (at, len(sound) - 1 - at):
+        content = bytearray(sound)
+        content[place] ^= 1
+        batch.write_bytes(content)
+        tier = open_tier(stored)
+        assert paths(tier) == ["a", "b"]
+        assert [draft.data for draft in tier.drafts()] == [b"manifest of a", b"manifest of b"]
+        assert tier.usage().fallbacks.get("tables_damaged", 0) == (place == at)
+        assert NvmeReader(stored).draft("a").data == b"manifest of a"
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, None])
 def test_a_damaged_batch_is_one_lost_draft_and_can_be_discarded(stored, caplog, content):
     batch = batches(stored)[0]
     if content is None:
         content = bytearray(batch.read_bytes())
         content[60] ^= 1
+        content[-60] ^= 1
     batch.write_bytes(content)
     tier = open_tier(stored)
     first, second = tier.drafts()
@@ -78,13 +96,15 @@ def test_a_damaged_batch_is_one_lost_draft_and_can_be_discarded(stored, caplog, 
     assert "no longer complete: its file is damaged" in caplog.text
     reader = NvmeReader(stored)
     assert reader.draft("a").state == "damaged"
+    with pytest.raises(CorruptionError, match="discard it with `tierfs flusher discard` for the store's root"):
+        DecodedDrafts(Counters()).stored(reader.draft("a"))
     tier.forget_drafts(first.seq)
     assert paths(tier) == ["b"]
     assert reader.draft("a") is None
 
 
 def test_a_batch_that_was_cut_short_keeps_the_path(stored):
-    os.truncate(batches(stored)[0], batches(stored)[0].stat().st_size - 3)
+    os.truncate(batches(stored)[0], batches(stored)[0].read_bytes().rindex(b"manifest of a") + len("manifest o"))
     tier = open_tier(stored)
     assert [(item.path, item.data) for item in tier.drafts()] == [("a", b"manifest o"), ("b", b"manifest of b")]
 

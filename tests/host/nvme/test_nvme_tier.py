@@ -543,8 +543,6 @@ def test_invalid_arguments_are_refused(tier, directory):
         tier.write(b"n" * 34, b"", memoryview(b"x"))
     with pytest.raises(InvalidInputError):
         tier.write(b"n", b"m" * 901, memoryview(b"x"))
-    with pytest.raises(InvalidInputError):
-        tier.commit([draft(f"f{number}", []) for number in range(201)])
 
 
 def test_a_tier_that_is_full_of_drafts_lists_those_below_a_directory(tier, directory):

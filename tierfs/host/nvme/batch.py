@@ -4,10 +4,11 @@ A batch appears by rename after its bytes and all chunks that it needs are durab
 draft that is done is marked so in place; when all drafts of a batch are done, the file is deleted. A draft that is kept
 as a conflict has a second file, ``<seq>.conflict``, with the note for the user.
 
-The batch, with little-endian numbers; the checksum is the XXH3-128 of the 16 bytes at the start and of the table::
+The batch, with little-endian numbers; the checksum is the XXH3-128 of the 16 bytes at the start and of the table. The
+second table and head are used if the first ones are damaged::
 
     magic "TFSBATCH" | version u16 | count u16 | table length u32 | checksum 16 |
-    count states: u8, 0 pending, 255 done | table | the drafts' data, one after the other
+    count states: u8, 0 pending, 255 done | table | the drafts' data, one after the other | table | magic ... checksum
 
     each row of the table: seq u64 | at_ns i64 | path length u32 | names u32 | data length u64 | write id length u8 |
                            write id | path | names, each with a length u8 before it
@@ -16,10 +17,12 @@ The batch, with little-endian numbers; the checksum is the XXH3-128 of the 16 by
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,6 @@ from tierfs.host.events import Faults
 from tierfs.host.filesystems import disk_errors, entries_of, flush_directory
 from tierfs.host.nvme.head import VERSION, check_version
 
-BATCH_DRAFTS_MAX = 200
 TEMPORARY = "new"
 _MAGIC = b"TFSBATCH"
 _HEAD = struct.Struct("<8sHHI")
@@ -40,6 +42,7 @@ _FILE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}")
 _CONFLICT = re.compile(r"([0-9a-f]{16})\.conflict")
 _DONE = 0xFF
 """No single flipped bit makes it from 0."""
+_logger = logging.getLogger("tierfs.local")
 
 
 class BatchDraft(NamedTuple):
@@ -119,7 +122,8 @@ def encode_batch(drafts: Sequence[EncodedDraft], first_seq: int, at_ns: int) -> 
         rows.append(b"".join((_ROW.pack(seq, at_ns, *lengths), draft.write_id, path, names)))
     table = b"".join(rows)
     head = _HEAD.pack(_MAGIC, VERSION, len(drafts), len(table))
-    return b"".join((head, checksum(head, table), bytes(len(drafts)), table, *(draft.data for draft in drafts)))
+    head += checksum(head, table)
+    return b"".join((head, bytes(len(drafts)), table, *(draft.data for draft in drafts), table, head))
 
 
 def list_batches(directory: Path) -> tuple[dict[str, int], set[int]]:
@@ -133,8 +137,8 @@ def list_batches(directory: Path) -> tuple[dict[str, int], set[int]]:
     return batches, {int(match[1], 16) for file in files if (match := _CONFLICT.fullmatch(file))}
 
 
-def read_batch(directory: Path, file: str) -> list[BatchDraft]:
-    """Read the drafts of a batch, done or not; none if the batch is gone. A damaged batch is one draft.
+def read_batch(directory: Path, file: str, fallbacks: Counter[str]) -> list[BatchDraft]:
+    """Read the drafts of a batch, done or not; none if the batch is gone. If both tables are damaged, it is one draft.
 
     Raises:
         FormatError: Another version of tierfs wrote it.
@@ -147,12 +151,19 @@ def read_batch(directory: Path, file: str) -> list[BatchDraft]:
         except FileNotFoundError:
             return []
         with batch:
-            head = batch.read(_STATES_AT)
-            if len(head) == _STATES_AT and head.startswith(_MAGIC):
+            size = os.fstat(batch.fileno()).st_size
+            for at in (0, max(0, size - _STATES_AT)):
+                head = os.pread(batch.fileno(), _STATES_AT, at)
+                if len(head) < _STATES_AT or not head.startswith(_MAGIC):
+                    continue
                 _, version, count, length = _HEAD.unpack_from(head)
-                table = batch.read(min(count + length, os.fstat(batch.fileno()).st_size))[count:]
+                table_at = at - length if at else _STATES_AT + count
+                table = os.pread(batch.fileno(), min(length, size), max(0, table_at))
                 if checksum(head[: _HEAD.size], table) == head[_HEAD.size :]:
                     check_version(path, version)
+                    if at:
+                        fallbacks["tables_damaged"] += 1
+                        _logger.warning("%s: the first table is damaged, and the second one is used", path)
                     return list(_rows(file, table, count, _STATES_AT + count + length))
     return [BatchDraft(file, -1, int(file.partition("-")[0], 16), 0, checksum(file.encode()), "", (), 0, 0)]
 
@@ -230,6 +241,7 @@ class DraftBatches:
     Args:
         directory: The directory of the batches, which exists.
         faults: Called before and after every ordered step.
+        fallbacks: Counts damaged tables.
 
     Attributes:
         drafts: The drafts that are not done, by seq.
@@ -242,8 +254,9 @@ class DraftBatches:
         StoreError: The directory cannot be read or written.
     """
 
-    def __init__(self, directory: Path, *, faults: Faults) -> None:
+    def __init__(self, directory: Path, *, faults: Faults, fallbacks: Counter[str]) -> None:
         self._directory = directory
+        self._fallbacks = fallbacks
         self._faults = faults
         self.drafts: dict[int, BatchDraft] = {}
         self.used_bytes = 0
@@ -253,7 +266,7 @@ class DraftBatches:
         with disk_errors(directory):
             (directory / TEMPORARY).unlink(missing_ok=True)
             for file, _ in sorted(files.items(), key=lambda each: each[1]):
-                found = read_batch(directory, file)
+                found = read_batch(directory, file, fallbacks)
                 done = done_in(directory, file, len(found))
                 self._note(file, [draft for draft in found if draft.place not in (done or ())])
                 # An earlier process may have ended between a change and its flush.
@@ -292,7 +305,7 @@ class DraftBatches:
         file = f"{self.last_seq + 1:016x}-{secrets.token_hex(4)}"
         self.last_seq += count
         self._put(file, data, "batch", flush_chunks)
-        self._note(file, read_batch(self._directory, file))
+        self._note(file, read_batch(self._directory, file, self._fallbacks))
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
         if seq not in self.conflicts:

@@ -194,7 +194,7 @@ class NvmeReader:
     def _apply(self, file: str) -> None:
         """Read a batch that is new, or the states of a known one."""
         known = self._batches.get(file)
-        drafts = read_batch(self._drafts, file) if known is None else known
+        drafts = read_batch(self._drafts, file, self.fallbacks) if known is None else known
         if known is not None and len(drafts) == 1:
             return  # a draft that is alone in its batch ends with the file
         if not drafts:

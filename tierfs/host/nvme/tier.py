@@ -21,7 +21,6 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.filesystems import disk_errors, entries_of, filesystem_of, flush_directory, is_durable, make_private
 from tierfs.host.nvme.batch import (
-    BATCH_DRAFTS_MAX,
     BatchDraft,
     DraftBatches,
     EncodedDraft,
@@ -109,11 +108,11 @@ class NvmeTier:
         self._changes = clock.now_ns() if known is None else known.changes
         faults("before tier.scan")
         self._chunks = TierChunks(tier / CHUNKS, budget_bytes, clock=clock, faults=faults)
-        self._batches = DraftBatches(tier / DRAFTS, faults=faults)
+        self.fallbacks: Counter[str] = Counter()
+        self._batches = DraftBatches(tier / DRAFTS, faults=faults, fallbacks=self.fallbacks)
         self._has_lost = any(draft.place < 0 for draft in self._batches.drafts.values())
         self._holds = self._read_holds()
         self._write_ids = {draft.write_id: seq for seq, draft in self._batches.drafts.items()}
-        self.fallbacks: Counter[str] = Counter()
         for names in (*(draft.names for draft in self._batches.drafts.values()), *self._holds.values()):
             self._chunks.expect(names)
         self._chunks.charge(self._batches.used_bytes)
@@ -166,8 +165,8 @@ class NvmeTier:
         """Store drafts durably and atomically.
 
         Args:
-            drafts: In closing order, at most 200. A draft whose write id is stored already is not stored again. Without
-                drafts, only the names of all chunks written so far become durable.
+            drafts: In closing order. A draft whose write id is stored already is not stored again. Without drafts, only
+                the names of all chunks written so far become durable.
             elsewhere: Names of chunks that the object tier has. The drafts do not need them in this tier.
 
         Returns:
@@ -176,11 +175,8 @@ class NvmeTier:
         Raises:
             ChunksGoneError: The tier lacks chunks that the drafts need. Nothing was stored.
             CapacityError: The disk or the tier is full. Nothing was stored.
-            InvalidInputError: There are more than 200 drafts.
             StoreError: Nothing was stored. If the flush of the chunks' names failed, they have to be written again.
         """
-        if len(drafts) > BATCH_DRAFTS_MAX:
-            raise InvalidInputError(f"{len(drafts)} drafts in one commit: at most {BATCH_DRAFTS_MAX} are allowed")
         with self._lock:
             seqs = self._write_ids
             fresh = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}

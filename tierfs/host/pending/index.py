@@ -71,7 +71,13 @@ class DecodedDrafts:
         known = self._find(key)
         if known is not None:
             return known
-        return self._remember(key, Draft.decode(stored.data, f"{stored.path}: draft {stored.seq} in the nvme tier"))
+        where = f"{stored.path or 'a file of this host'}: draft {stored.seq} in the nvme tier"
+        try:
+            return self._remember(key, Draft.decode(stored.data, where))
+        except CorruptionError as error:
+            of = "" if stored.path else " for the store's root"
+            advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
+            raise CorruptionError(f"{error}: {advice}", path=stored.path, tier="nvme") from error
 
     def readable(self, stored: StoredDraft) -> Draft | None:
         """Return a draft in the nvme tier, or log it and return ``None`` if it cannot be decoded."""
