@@ -49,6 +49,13 @@ def test_a_sound_store_passes(root, capsys):
     }
 
 
+def test_a_host_with_peers_verifies_without_them(root, capsys, monkeypatch):
+    monkeypatch.setenv("TIERFS_PEERS", "1")
+    monkeypatch.setenv("TIERFS_PEER_LISTEN", "127.0.0.1")
+    assert main(["verify", str(root)]) == 0
+    assert "all sound" in capsys.readouterr().out
+
+
 def test_a_sample_by_other_processes_at_a_bandwidth(root, capsys):
     words = ["--sample", "99.9999%", "--bandwidth", "1GB", "--executor", "processes:1"]
     assert main(["verify", str(root), *words]) == 0

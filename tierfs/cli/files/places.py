@@ -33,7 +33,7 @@ from tierfs.store.status import request_metrics
 from tierfs.store.tree.kind import Kind
 
 IN_STORE = ("tierfs::", "tierfs://")
-NO_TIERS = TierOptions(ram="0", nvme="0")
+NO_TIERS = TierOptions(ack="object", ram="0", nvme="0", peers="0")
 _LATEST_OR_BEST = re.compile(r"(^|/)(latest|best(:[^:/]+(:max)?)?)$")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
 
