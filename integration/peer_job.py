@@ -17,6 +17,7 @@ def main():
     torch.manual_seed(rank)
     writer = TierWriter(url, **{**options, "ack": "peer"})
     dcp.save({f"part{rank}": torch.randn(600, 600)}, storage_writer=writer)
+    assert writer.ack() in ("peer", "object")
     dist.barrier()
     dist.destroy_process_group()
 
