@@ -30,10 +30,9 @@ import peer_cluster
 import soak_harm
 import soak_work
 from servers import ministack
-from soak_hosts import Host, bytes_below, fill, mount_small, older_zygote, unmount
+from soak_hosts import Host, fill, mount_small, older_zygote, unmount
 from soak_steps import WRITERS, schedule
 from struck_objects import STALE_S
-from support.flipped_copies import PAGE
 from support.killing import Child, Zygote
 from support.promises import LEVELS, BrokenPromiseError, Model
 
@@ -114,7 +113,6 @@ class World:
         self.trained, self.suspects = Counter(), {}  # the latter are losses, unless conflicts explain them
         self.kills, self.flips, self.damage = Counter(), Counter(), Counter()
         self.done, self.outcomes, self.acknowledged, self.slowest = Counter(), Counter(), Counter(), Counter()
-        self.growth = []
         self.end_outage()
         for host in self.hosts:
             self.start_flusher(host)
@@ -608,7 +606,6 @@ class World:
         while time.monotonic() < self.calm_at + STALE_S:  # the stale reader sees nothing of before
             self.pump(0.1)
         self.done["audits"] += 1
-        self.measure()
 
     def audit(self):
         """Check everything by a process without local tiers, then on its host. Forget what is superseded."""
@@ -630,19 +627,6 @@ class World:
 
     # -- the report
 
-    def measure(self):
-        def of(child):
-            with contextlib.suppress(OSError):
-                pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
-                return pages * PAGE, len(os.listdir(f"/proc/{child.pid}/fd"))
-            return 0, 0
-
-        memory, descriptors = zip(*(of(host.flusher) for host in self.hosts), strict=True)
-        below = {name: sum(map(bytes_below, self.base.glob(f"{name}?"))) for name in ("shm", "state")}
-        now = {"seconds": round(time.monotonic() - self.started), "flushers_rss_bytes": max(memory)}
-        now |= {"flushers_descriptors": max(descriptors), "shm_bytes": below["shm"], "state_bytes": below["state"]}
-        self.growth.append({**now, "store_bytes": bytes_below(self.base / "disk")})
-
     def figures(self, failure):
         kinds = {"loss": "losses", "wrong bytes": "wrong_bytes", "hang": "hangs", "error": "errors"}
         faults, gc = (
@@ -657,7 +641,6 @@ class World:
             "seconds": round(time.monotonic() - self.started),
             **{name: dict(sorted(count.items())) for name, count in counts.items()},
             "slowest": dict(self.slowest),
-            "growth": self.growth[:: len(self.growth) // 12 + 1],
             **{name: int(failure is not None and failure.kind == kind) for kind, name in kinds.items()},
         }
 

@@ -158,7 +158,7 @@ def flip_pending(world, slot, name, what, content, where):
             answer = world.call(slot, do="wait", level="object")
         if "error" not in answer:
             break
-        if answer["error"] == "CorruptionError":  # a batch that was read only now: see docs/explanation/damage.md
+        if answer["error"] == "CorruptionError":  # a batch that was read only now: see docs/how-to/damage.md
             for each in (path, ""):
                 world.call(slot, do="discard", path=each)
         if host.has_conflicts:  # of an earlier change, which a late request overtook

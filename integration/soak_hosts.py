@@ -54,16 +54,6 @@ def mount_small(path, size):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,size={size}", "tierfs-soak", str(path)], check=True)
 
 
-def bytes_below(directory):
-    """Return the bytes of all files below a directory, which others change meanwhile."""
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-    return total
-
-
 def fill(directory):
     """Take all that is left of a filesystem. Return the file that has it."""
     with (directory / "ballast").open("ab") as file, contextlib.suppress(OSError):

@@ -150,7 +150,7 @@ def soak() -> list[str]:
         shown = ", ".join(f"`{key}` {value:,}" for key, value in sorted(total.items(), key=lambda item: -item[1]))
         return f"**{sum(total.values()):,}**: {shown}" if shown else "0"
 
-    names = ("kills", "faults", "flips", "damage", "operations", "acknowledged_bytes")
+    names = ("kills", "faults", "flips", "damage", "gc", "operations", "acknowledged_bytes")
     rows = [(name.replace("_", " "), counted(name)) for name in names]
     failures = [
         (name.replace("_", " "), str(sum(run[name] for run in runs)))
