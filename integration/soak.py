@@ -393,9 +393,8 @@ class World:
             for name, floor in floors.items():
                 values = self.model.path(name).possible(floor)
                 if (None not in values and name not in found) or (values == {None} and name in found):
-                    raise BrokenPromiseError(
-                        "loss", f"a listing of {slot.directory} has {sorted(found)}; {name} is one of {values}"
-                    )
+                    told = f"a listing of {slot.directory} has {sorted(found)}; {name} is one of {values}"
+                    slot.host.has_conflicts, self.suspects[name] = True, BrokenPromiseError("loss", told)
 
         self.send(slot, {"do": "listed"}, done)
 
