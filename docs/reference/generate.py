@@ -51,14 +51,14 @@ def command(name: str) -> list[str]:
     """What a command does, its usage, its options and its examples."""
     parser = build_parser(name)
     parsers = dict(parser.actions) if isinstance(parser, ActionsParser) else {"": parser}
-    module = load_command(name)
+    described = load_command(name)
     head = ["Option", "Actions", "Means"] if "" not in parsers else ["Option", "Means"]
     return [
-        f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+        f"{described.line[0].upper()}{described.line[1:]}.",
         "",
         *("```", *map(usage, parsers.values()), "```", ""),
         *table(head, options(parsers)),
-        *("```", *module.EXAMPLES.splitlines(), "```"),
+        *("```", *described.examples, "```"),
     ]
 
 

@@ -111,7 +111,7 @@ def test_an_interrupted_move_of_a_directory_can_be_finished(url, monkeypatch, ca
             raise StoreError("it broke", path=source)
         rename(store, source, target)
 
-    monkeypatch.setattr("tierfs.cli.commands.mv.rename", fail)
+    monkeypatch.setattr("tierfs.cli.commands.changing.rename", fail)
     assert main(["mv", f"{url}/run", f"{url}/new"]) == 8
     monkeypatch.undo()
     assert "run/b" in names(url)
@@ -227,14 +227,14 @@ def test_a_file_whose_record_is_damaged_can_be_removed_or_replaced(url, tmp_path
 
 
 def test_rm_is_content_when_somebody_else_was_faster(url, monkeypatch):
-    from tierfs.cli.commands import rm
+    from tierfs.cli.commands import changing
 
-    real = rm.delete
+    real = changing.delete
 
     def delete(store, path):
         real(store, path)
         real(store, path)
 
-    monkeypatch.setattr(rm, "delete", delete)
+    monkeypatch.setattr(changing, "delete", delete)
     assert main(["rm", "-r", f"{url}/run"]) == 0
     assert names(url) == {"kept/", "kept/c"}

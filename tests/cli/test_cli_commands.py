@@ -17,7 +17,6 @@ import pytest
 from tierfs import errors
 from tierfs.cli import app as frame
 from tierfs.cli import main
-from tierfs.cli.commands import ls
 from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.output import colored
 
@@ -34,10 +33,10 @@ def section(name):
 @pytest.mark.parametrize("name", frame.COMMANDS)
 def test_every_command_has_help_with_examples(name, capsys):
     command = frame.load_command(name)
-    assert "\n" not in command.HELP
+    assert "\n" not in command.line
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
-    for line in command.EXAMPLES.splitlines():
+    for line in command.examples:
         assert f"tierfs {name}" in line
         assert line in shown
 
@@ -45,7 +44,7 @@ def test_every_command_has_help_with_examples(name, capsys):
 @pytest.mark.parametrize("name", frame.COMMANDS)
 def test_every_example_in_a_help_text_is_accepted_by_the_parser(name):
     parser = frame.build_parser(name)
-    for line in frame.load_command(name).EXAMPLES.splitlines():
+    for line in frame.load_command(name).examples:
         words = re.split(r" \||  #| >", line)[0].split()
         parser.parse_intermixed_args(words[2:])
 
@@ -110,10 +109,10 @@ def breaks(monkeypatch):
     """Let ``tierfs ls`` raise an error."""
 
     def ls_raises(error):
-        def run(_arguments):
+        def run(*_, **__):
             raise error
 
-        monkeypatch.setattr(ls, "run", run)
+        monkeypatch.setattr("tierfs.cli.commands.listing.store_place", run)
 
     return ls_raises
 

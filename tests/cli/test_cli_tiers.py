@@ -346,7 +346,7 @@ def test_wait_for_what_is_reached_returns_at_once(url, tell, no_flusher):
 
 
 def test_wait_shows_what_is_pending_while_it_goes_down(url, capsys, no_flusher, monkeypatch):
-    monkeypatch.setattr("tierfs.cli.commands.wait.LOOK_S", 0.01)
+    monkeypatch.setattr("tierfs.cli.commands.local.LOOK_S", 0.01)
     stage(url, files=3)
     no_flusher()
     assert main(["wait", url, "--progress"]) == 0

@@ -66,7 +66,7 @@ def test_a_sample_by_other_processes_at_a_bandwidth(root, capsys):
 
 def test_a_store_that_does_not_answer_is_not_called_damaged(root, capsys, monkeypatch):
     unread = Damage("run/a", "key", "store", "the request failed")
-    monkeypatch.setattr("tierfs.cli.commands.verify.verify", lambda *_, **__: VerifyReport(unread=[unread]))
+    monkeypatch.setattr("tierfs.cli.commands.damage.verify", lambda *_, **__: VerifyReport(unread=[unread]))
     assert main(["verify", str(root)]) == 8
     assert "0 damaged, 1 could not be read" in capsys.readouterr().out
 

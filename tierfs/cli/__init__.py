@@ -1,4 +1,4 @@
-"""The command line: ``tierfs COMMAND``. One file per command, in `tierfs.cli.commands`."""
+"""The command line: ``tierfs COMMAND``. Related commands are in one file of `tierfs.cli.commands`."""
 
 from tierfs.cli.app import main
 

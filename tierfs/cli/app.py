@@ -1,9 +1,7 @@
 """Find a command, parse its arguments, run it, and turn errors into exit codes.
 
-A command is a module of `tierfs.cli.commands` with ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and
-``run(arguments)``, which returns the exit code. A command with actions has ``ACTIONS`` (their help by name) and
-``add_action_arguments(parser, action)`` instead of ``add_arguments``. Only the requested module is imported.
-``tierfs --help`` imports none.
+A command is a function of a module of `tierfs.cli.commands`, declared with `tierfs.cli.arguments.command`. Only the
+module of the requested command is imported. ``tierfs --help`` imports none.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import importlib
 import io
 import os
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tierfs import __version__
+from tierfs.cli.arguments import Arguments, Command, add_arguments, loaded
 from tierfs.cli.terminal.failures import Failure, describe
 from tierfs.cli.terminal.log import logging_to_stderr
 from tierfs.cli.terminal.output import add_json_argument, align, colored, print_json, printable
@@ -80,7 +78,18 @@ ALIASES = {
 }
 """Names that other tools have for commands. Actions have `ACTION_ALIASES`."""
 ACTION_ALIASES = {"list": "ls", "check": "verify"}
-_ABOVE = {"ui": "tierfs.ui.command"}  # modules of commands in a higher layer: they show what others print
+_MODULES = {
+    "tierfs.cli.commands.listing": ("ls", "stat", "cat", "du"),
+    "tierfs.cli.commands.changing": ("cp", "mv", "rm"),
+    "tierfs.cli.commands.mounts": ("mount", "umount", "serve"),
+    "tierfs.cli.commands.local": ("wait", "prefetch", "evict", "forget"),
+    "tierfs.cli.commands.stores": ("init", "probe", "gc"),
+    "tierfs.cli.commands.damage": ("verify", "scrub", "repair"),
+    "tierfs.cli.commands.about": ("version", "completion"),
+    "tierfs.cli.commands.checkpoint": ("checkpoint", "prune"),
+    "tierfs.ui.command": ("ui",),  # in a higher layer: it shows what other commands print
+}
+"""The commands of each module. Every other command is in the module of its name."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\
@@ -160,48 +169,54 @@ class ActionsParser(_Parser):
         return arguments
 
 
-def load_command(name: str) -> Any:
-    return importlib.import_module(_ABOVE.get(name, f"tierfs.cli.commands.{name}"))
+def load_command(name: str) -> Command:
+    """Import a command's module, and return the command."""
+    module = next((module for module, names in _MODULES.items() if name in names), f"tierfs.cli.commands.{name}")
+    importlib.import_module(module)
+    return loaded[name]
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of one command, for the words after its name."""
     command = load_command(name)
-    if not hasattr(command, "ACTIONS"):
-        parser = _new_parser(_Parser, f"tierfs {name}", command.HELP, command.EXAMPLES)
-        command.add_arguments(parser)
-        _add_json(parser)
+    if not command.actions:
+        parser = _new_parser(_Parser, f"tierfs {name}", command.line, command.examples)
+        _add_arguments(parser, command.arguments)
         return parser
-    width = max(map(len, command.ACTIONS))
-    listed = "\n".join(f"  {action:{width}}  {line}" for action, line in command.ACTIONS.items())
+    width = max(map(len, command.actions))
+    listed = "\n".join(f"  {action:{width}}  {line}" for action, (line, _) in command.actions.items())
     more = f"\n\nactions:\n{listed}\n\n`tierfs {name} ACTION --help` shows an action's options."
-    group = _new_parser(ActionsParser, f"tierfs {name}", command.HELP, command.EXAMPLES, more)
+    group = _new_parser(ActionsParser, f"tierfs {name}", command.line, command.examples, more)
     group.usage = f"tierfs {name} ACTION [OPTION...] ARGUMENT..."
     parsers = {}
-    for action, line in command.ACTIONS.items():
+    for action, (line, arguments) in command.actions.items():
         prog = f"tierfs {name} {action}"
-        examples = "\n".join(one for one in command.EXAMPLES.splitlines() if one.startswith(f"{prog} "))
+        examples = [one for one in command.examples if one.startswith(f"{prog} ")]
         parsers[action] = _new_parser(_Parser, prog, line, examples)
-        command.add_action_arguments(parsers[action], action)
-        _add_json(parsers[action])
+        _add_arguments(parsers[action], arguments)
     group.actions = parsers
     return group
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--json``, unless the command declared it or set its default."""
-    if parser.get_default("json") is None:
+def _add_arguments(parser: argparse.ArgumentParser, arguments: Sequence[Arguments]) -> None:
+    for some in arguments:
+        if callable(some):
+            some(parser)
+        else:
+            add_arguments(parser, some)
+    if parser.get_default("json") is None:  # the command neither declared it nor is `without_json`
         add_json_argument(parser)
 
 
 _AParser = TypeVar("_AParser", bound=_Parser)
 
 
-def _new_parser(kind: type[_AParser], prog: str, line: str, examples: str, more: str = "") -> _AParser:
+def _new_parser(kind: type[_AParser], prog: str, line: str, examples: Sequence[str], more: str = "") -> _AParser:
+    lines = "\n".join(f"  {example}" for example in examples)
     return kind(
         prog=prog,
         description=f"{line[:1].upper()}{line[1:]}.{more}",
-        epilog=f"examples:\n{textwrap.indent(examples.strip(), '  ')}",
+        epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -281,8 +296,7 @@ def _dispatch(words: list[str]) -> int:
     for value in vars(arguments).values():
         if value == "" or (isinstance(value, list) and "" in value):  # as an unset shell variable makes it
             raise InvalidInputError("an argument is empty: give a URL or a path")
-    code: int = load_command(name).run(arguments)
-    return code
+    return load_command(name).run(arguments)
 
 
 def _show_stores(*, as_json: bool) -> int:

@@ -1,14 +1,19 @@
-"""Arguments that several commands share, and checks of them. Cheap to import: ``--help`` and the flusher load it."""
+"""How a command is declared, the arguments that several commands share, and checks of them.
+
+Cheap to import: ``--help`` and the flusher load it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import math
 import re
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
@@ -16,54 +21,92 @@ from tierfs.host.pending.levels import Level
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
 LEVELS = f"{{{','.join(level.label for level in Level if level)}}}"
-"""The value of an option that is a level, for `add_options`."""
+"""The value of an option that is a level, in a usage."""
+Arguments: TypeAlias = Mapping[str, str] | Callable[[argparse.ArgumentParser], object]
+"""Arguments by usage, each with its help text (see `add_arguments`), or a function that declares them on a parser."""
 
 
-_OPTION = re.compile(r"((?:-\S+ ?)+)(?:([A-Z]+|\{.+\})(\.\.\.)?(?::(int|float))?(?:=(.+))?)?")
+class Command(NamedTuple):
+    """A command of ``tierfs``.
+
+    Attributes:
+        line: What it does, as ``--help`` shows it.
+        examples: Lines that call it, with their arguments.
+        arguments: What it takes.
+        actions: For a command with actions, the line and the arguments of each action by its name.
+        run: Called with the parsed arguments. Returns the exit code.
+    """
+
+    line: str
+    examples: Sequence[str]
+    arguments: Sequence[Arguments]
+    actions: Mapping[str, tuple[str, Sequence[Arguments]]]
+    run: Callable[[argparse.Namespace], int]
 
 
-def add_options(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
-    """Declare options, each by its usage and its help text.
+loaded: dict[str, Command] = {}
+"""The commands of the modules that this process has imported."""
+_Run = TypeVar("_Run", bound=Callable[[argparse.Namespace], int])
+
+
+def command(
+    name: str,
+    line: str,
+    examples: str,
+    *arguments: Arguments,
+    actions: Mapping[str, tuple[str, Sequence[Arguments]]] = MappingProxyType({}),
+) -> Callable[[_Run], _Run]:
+    """Make a function a command. The arguments are those of `Command`."""
+
+    def register(run: _Run) -> _Run:
+        loaded[name] = Command(line, inspect.cleandoc(examples).splitlines(), arguments, actions, run)
+        return run
+
+    return register
+
+
+_USAGE = re.compile(r"((?:-\S+ ?)+|[a-z]+ )(?:([A-Z]+|\{.+\})(\.\.\.|[?*+])?(?::(int|float))?(?:=(.+))?)?")
+
+
+def add_arguments(parser: argparse._ActionsContainer, arguments: Mapping[str, str]) -> None:
+    """Declare arguments, each by its usage and its help text.
 
     A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``,
-    ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``.
+    ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``. A usage that begins with the
+    name of an attribute, like ``directory DIR``, is a positional argument. It may end with ``?``, ``*`` or ``+``.
     """
-    for usage, text in options.items():
-        found = _OPTION.fullmatch(usage)
+    for usage, text in arguments.items():
+        found = _USAGE.fullmatch(usage)
         assert found, usage
         names, value, many, kind, default = found.groups()
         how: dict[str, Any] = {"help": text}
         if value is None:
             how["action"] = "store_true"
-        elif many:
+        elif many == "...":
             how |= {"metavar": value, "action": "append", "default": []}
         elif value.startswith("{"):
             how |= {"choices": value[1:-1].split(","), "default": default}
         else:
             convert = {None: str, "int": int, "float": float}[kind]
             how |= {"metavar": value, "type": convert, "default": None if default is None else convert(default)}
+            how |= {"nargs": many} if many else {}
         parser.add_argument(*names.split(), **how)
 
 
-def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare ``URL``, or ``URL...`` if ``several`` is set."""
-    if several:
-        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{PLACE}; several may be given")
-    else:
-        parser.add_argument("url", metavar="URL", help=PLACE)
+URL = {"url URL": PLACE}
+TIER = {"--tier {ram,nvme}=nvme": "the host's shared memory, or its disk (default: nvme)"}
 
 
-_OPTIONS = {
-    "--tier {ram,nvme}=nvme": "the host's shared memory, or its disk (default: nvme)",
-}
+def progress_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--progress`` and ``--no-progress``."""
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show progress on stderr (default: if stderr is a terminal, after a second)",
+    )
 
 
-def add_tier_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--tier``, which names a local tier."""
-    add_options(parser, _OPTIONS)
-
-
-def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
+def replicas_option(parser: argparse.ArgumentParser) -> None:
     """Declare ``--from``, which collects URLs in the list ``arguments.replicas``."""
     parser.add_argument(
         "--from",
@@ -73,6 +116,11 @@ def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="a copy of the store, or another store that may hold the same content, to heal from; may be given several times",
     )
+
+
+def without_json(parser: argparse.ArgumentParser) -> None:
+    """Declare a command that has no ``--json``."""
+    parser.set_defaults(json=False)
 
 
 def suggested(*words: str) -> str:

@@ -6,14 +6,12 @@ executor may run it again elsewhere.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import NamedTuple
 
-from tierfs.cli.arguments import add_options
 from tierfs.errors import InvalidInputError
 
 PROCESSES_MAX = 1024
@@ -26,13 +24,9 @@ class WorkerSet(NamedTuple):
     workers: int
 
 
-_OPTIONS = {
+EXECUTOR = {
     "--executor WHERE": "spread the work: processes:N on this host, dask:ADDRESS of a Dask scheduler, or mpi under mpiexec -m mpi4py.futures (default: in this process)",
 }
-
-
-def add_executor_argument(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, _OPTIONS)
 
 
 @contextlib.contextmanager

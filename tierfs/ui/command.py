@@ -5,36 +5,33 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
-from tierfs.cli.arguments import PLACE, add_options
+from tierfs.cli.arguments import PLACE, command, without_json
 from tierfs.errors import InvalidInputError
 from tierfs.units import parse_time
 
-HELP = "serve a web page of stores: alarms, tiers, checkpoints, differences and files"
-EXAMPLES = """\
-tierfs ui
-tierfs ui tierfs::s3://bucket/run --open
-tierfs ui s3://bucket/run --keep latest:3 --keep best:2:val_loss --port 9000
-tierfs ui /data/checkpoints --host 0.0.0.0 --allow-download"""
 
-_URLS = f"{PLACE} (default: the stores in directories that this host has opened)"
-_OPTIONS = {
-    "--host ADDRESS=127.0.0.1": "address to listen at; a token is needed from other machines (default: 127.0.0.1)",
-    "--port PORT:int=8420": "TCP port; 0 for any free one (default: 8420)",
-    "--open": "open the page in a browser",
-    "--keep RULE...": "show what `tierfs prune --keep RULE` would keep; may be given several times",
-    "--max-age TIME=1h": "alarm if a change waits longer than this for the object tier (default: 1h)",
-    "--token": "require a token also on this machine, where other users may reach the page",
-    "--allow-download": "let the page download files; requires a token",
-    "--allow-host NAME...": "further name of this server, as a proxy sends it; may be given several times",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", nargs="*", metavar="URL", help=_URLS)
-    add_options(parser, _OPTIONS)
-    parser.set_defaults(json=False)
-
-
+@command(
+    "ui",
+    "serve a web page of stores: alarms, tiers, checkpoints, differences and files",
+    """
+    tierfs ui
+    tierfs ui tierfs::s3://bucket/run --open
+    tierfs ui s3://bucket/run --keep latest:3 --keep best:2:val_loss --port 9000
+    tierfs ui /data/checkpoints --host 0.0.0.0 --allow-download
+    """,
+    {
+        "urls URL*": f"{PLACE} (default: the stores in directories that this host has opened)",
+        "--host ADDRESS=127.0.0.1": "address to listen at; a token is needed from other machines (default: 127.0.0.1)",
+        "--port PORT:int=8420": "TCP port; 0 for any free one (default: 8420)",
+        "--open": "open the page in a browser",
+        "--keep RULE...": "show what `tierfs prune --keep RULE` would keep; may be given several times",
+        "--max-age TIME=1h": "alarm if a change waits longer than this for the object tier (default: 1h)",
+        "--token": "require a token also on this machine, where other users may reach the page",
+        "--allow-download": "let the page download files; requires a token",
+        "--allow-host NAME...": "further name of this server, as a proxy sends it; may be given several times",
+    },
+    without_json,
+)
 def run(arguments: argparse.Namespace) -> int:
     """Serve the page until SIGTERM or Ctrl-C."""
     from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415 - --help does not need it

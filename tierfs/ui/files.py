@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tierfs.cli.commands.ls import entry_document
+from tierfs.cli.commands.listing import entry_document
 from tierfs.cli.files.places import StorePlace
 from tierfs.codec.layout.safetensors import read_table
 from tierfs.errors import NotFoundError

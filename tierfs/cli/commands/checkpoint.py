@@ -6,91 +6,130 @@ The actions list, show, verify, compare, export, import and commit checkpoints.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from tierfs.cli.arguments import PLACE, add_options, require_torch
-from tierfs.cli.executors import add_executor_argument
-from tierfs.cli.terminal.progress import add_progress_argument
-from tierfs.errors import InvalidInputError
+from tierfs.cli.arguments import (
+    PLACE,
+    URL,
+    Arguments,
+    command,
+    progress_option,
+    require_torch,
+)
+from tierfs.cli.executors import EXECUTOR
+from tierfs.cli.files.places import named_path, store_place
+from tierfs.cli.terminal.output import align, print_result, printable
+from tierfs.cli.terminal.progress import Progress
+from tierfs.errors import ConflictError, InvalidInputError
 
-HELP = "list, show, verify, compare, export, import and commit checkpoints of torch.distributed.checkpoint"
-EXAMPLES = """\
-tierfs checkpoint ls tierfs::s3://bucket/run
-tierfs checkpoint ls tierfs::s3://bucket/run --usage
-tierfs checkpoint show tierfs::s3://bucket/run/step_1000 '*.weight' --shards
-tierfs checkpoint verify tierfs::s3://bucket/run/step_1000
-tierfs checkpoint verify tierfs::s3://bucket/run
-tierfs checkpoint diff tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/latest --top 10
-tierfs checkpoint export tierfs::s3://bucket/run/step_1000 model.safetensors --skip-objects
-tierfs checkpoint export tierfs::s3://bucket/run/step_1000 /data/step_1000 --format dcp
-tierfs checkpoint import /data/step_1000 tierfs::s3://bucket/run/step_1000
-tierfs checkpoint import s3://bucket/old/step_1000 tierfs::s3://bucket/run/step_1000
-tierfs checkpoint commit tierfs::s3://bucket/run/step_1000 --timeout 600"""
+if TYPE_CHECKING:
+    from tierfs.checkpoint.retention import Decision
 
 
-ACTIONS = {
-    "ls": "list the checkpoints at or below URL",
-    "show": "show the tensors of a checkpoint, where they are, and how they are encoded",
-    "verify": "read every byte of a checkpoint, or of all below a directory, and list damaged tensors",
-    "diff": "compare two checkpoints bit for bit; exit code 1 if they differ",
-    "export": "write a checkpoint as a DCP directory, a safetensors file or a torch.save file",
-    "import": "save a DCP directory, a safetensors file or a torch.save file as a checkpoint",
-    "commit": "publish a checkpoint when all its parts are in the object tier",
-}
-_SECOND = {
-    "show": ("PATTERN", "names to show, like '*.weight' (default: all)"),
-    "diff": ("OTHER", "the other checkpoint"),
-    "export": ("TARGET", "a local path or tierfs:: URL"),
-    "import": ("URL", "the checkpoint to create"),
-}
 _NAMES = "; RUN/latest, RUN/best and RUN/best:METRIC[:max] name one in RUN"
-_FIRST = {
-    "ls": f"a checkpoint's directory, or one above it: {PLACE}",
-    "verify": f"a checkpoint's directory, or one above it{_NAMES}: {PLACE}",
-    "import": "a DCP directory, a safetensors file or a torch.save file, anywhere",
-    "commit": f"the checkpoint's directory: {PLACE}",
+_ONE = {"url URL": f"the checkpoint's directory{_NAMES}: {PLACE}"}
+_RANK = {
+    "--rank R:int": "rank to read, if each rank saved on its own (`use_collectives=False`); verify reads all by default"
 }
-# The actions that have an option, and its help text, by its usage.
-_OPTIONS = {
-    "--limit N:int": ({"ls"}, "list only the N highest steps"),
-    "--usage": (
-        {"ls"},
-        "show stored and shared bytes, and the bytes that deleting frees; reads the record of every file of the store",
+_FORCE = {"--force": "replace existing files; replace a directory only if it holds nothing but a torch checkpoint"}
+_ACTIONS: dict[str, tuple[str, Sequence[Arguments]]] = {
+    "ls": (
+        "list the checkpoints at or below URL",
+        [
+            {
+                "url URL": f"a checkpoint's directory, or one above it: {PLACE}",
+                "--limit N:int": "list only the N highest steps",
+                "--usage": "show stored and shared bytes, and the bytes that deleting frees; reads the record of every file of the store",
+            }
+        ],
     ),
-    "--shards": ({"show"}, "show each shard's offsets, shape, file, bytes and level, and the tiers that hold it"),
-    "--codecs": ({"show"}, "show how each tensor is encoded in the object tier, and why"),
-    "--top N:int": ({"diff"}, "list only the N tensors with the largest relative norm"),
-    "--format {dcp,safetensors,torch}": (
-        {"export"},
-        "format to write (default: by TARGET's name: .safetensors; .pt, .pth and .bin are torch; else dcp)",
+    "show": (
+        "show the tensors of a checkpoint, where they are, and how they are encoded",
+        [
+            _ONE,
+            {
+                "other PATTERN?": "names to show, like '*.weight' (default: all)",
+                "--shards": "show each shard's offsets, shape, file, bytes and level, and the tiers that hold it",
+                "--codecs": "show how each tensor is encoded in the object tier, and why",
+            },
+            _RANK,
+        ],
     ),
-    "--skip-objects": ({"export"}, "leave out values that are not tensors"),
-    "--force": (
-        {"export", "import"},
-        "replace existing files; replace a directory only if it holds nothing but a torch checkpoint",
+    "verify": (
+        "read every byte of a checkpoint, or of all below a directory, and list damaged tensors",
+        [{"url URL": f"a checkpoint's directory, or one above it{_NAMES}: {PLACE}"}, _RANK, progress_option],
     ),
-    "--rank R:int": (
-        set(ACTIONS) - {"ls", "commit"},
-        "rank to read, if each rank saved on its own (`use_collectives=False`); verify reads all by default",
+    "diff": (
+        "compare two checkpoints bit for bit; exit code 1 if they differ",
+        [
+            _ONE,
+            {
+                "other OTHER": "the other checkpoint",
+                "--top N:int": "list only the N tensors with the largest relative norm",
+            },
+            _RANK,
+            progress_option,
+        ],
     ),
-    "--timeout SECONDS:float=0": ({"commit"}, "how long to wait for missing files (default: 0)"),
+    "export": (
+        "write a checkpoint as a DCP directory, a safetensors file or a torch.save file",
+        [
+            _ONE,
+            {
+                "other TARGET": "a local path or tierfs:: URL",
+                "--format {dcp,safetensors,torch}": "format to write (default: by TARGET's name: .safetensors; .pt, .pth and .bin are torch; else dcp)",
+                "--skip-objects": "leave out values that are not tensors",
+            },
+            _FORCE,
+            _RANK,
+            progress_option,
+        ],
+    ),
+    "import": (
+        "save a DCP directory, a safetensors file or a torch.save file as a checkpoint",
+        [
+            {
+                "url SOURCE": "a DCP directory, a safetensors file or a torch.save file, anywhere",
+                "other URL": "the checkpoint to create",
+            },
+            _FORCE,
+            _RANK,
+            EXECUTOR,
+            progress_option,
+        ],
+    ),
+    "commit": (
+        "publish a checkpoint when all its parts are in the object tier",
+        [
+            {
+                "url URL": f"the checkpoint's directory: {PLACE}",
+                "--timeout SECONDS:float=0": "how long to wait for missing files (default: 0)",
+            }
+        ],
+    ),
 }
 
 
-def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
-    first = _FIRST.get(action, f"the checkpoint's directory{_NAMES}: {PLACE}")
-    parser.add_argument("url", metavar="SOURCE" if action == "import" else "URL", help=first)
-    if action in _SECOND:
-        metavar, described = _SECOND[action]
-        parser.add_argument("other", metavar=metavar, nargs="?" if action == "show" else None, help=described)
-    add_options(parser, {usage: text for usage, (actions, text) in _OPTIONS.items() if action in actions})
-    if action == "import":
-        add_executor_argument(parser)
-    if action in {"verify", "diff", "export", "import"}:
-        add_progress_argument(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "checkpoint",
+    "list, show, verify, compare, export, import and commit checkpoints of torch.distributed.checkpoint",
+    """
+    tierfs checkpoint ls tierfs::s3://bucket/run
+    tierfs checkpoint ls tierfs::s3://bucket/run --usage
+    tierfs checkpoint show tierfs::s3://bucket/run/step_1000 '*.weight' --shards
+    tierfs checkpoint verify tierfs::s3://bucket/run/step_1000
+    tierfs checkpoint verify tierfs::s3://bucket/run
+    tierfs checkpoint diff tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/latest --top 10
+    tierfs checkpoint export tierfs::s3://bucket/run/step_1000 model.safetensors --skip-objects
+    tierfs checkpoint export tierfs::s3://bucket/run/step_1000 /data/step_1000 --format dcp
+    tierfs checkpoint import /data/step_1000 tierfs::s3://bucket/run/step_1000
+    tierfs checkpoint import s3://bucket/old/step_1000 tierfs::s3://bucket/run/step_1000
+    tierfs checkpoint commit tierfs::s3://bucket/run/step_1000 --timeout 600
+    """,
+    actions=_ACTIONS,
+)
+def run_checkpoint(arguments: argparse.Namespace) -> int:
     for name in ("limit", "rank", "top"):
         value = getattr(arguments, name, None)
         if value is not None and value < 0:
@@ -107,3 +146,61 @@ def run(arguments: argparse.Namespace) -> int:
             from tierfs.cli.commands import _checkpoint_content as actions  # noqa: PLC0415
     code: int = getattr(actions, arguments.action.replace("import", "import_"))(arguments)
     return code
+
+
+@command(
+    "prune",
+    "remove checkpoints that no rule keeps",
+    """
+    tierfs prune s3://bucket/run --keep latest:3 --keep every:10000 --dry-run
+    tierfs prune s3://bucket/run --keep latest:3 --keep best:2:val_loss --keep within:2d
+    """,
+    URL,
+    {
+        "--keep RULE...": "`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint is kept if any rule keeps it",
+        "--pin NAME...": "name or URL of a checkpoint below URL to keep; may be given several times",
+        "--dry-run": "remove nothing; show which rules keep each checkpoint",
+    },
+)
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Remove the checkpoints that no rule keeps. Return the exit code of a conflict if one of them was saved again."""
+    from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - --help does not need it
+    from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415
+
+    if not arguments.keep:
+        raise InvalidInputError("name at least one rule, like --keep latest:3")
+    keep = [parse_rule(text) for text in arguments.keep]
+    place = store_place(arguments.url)
+    pinned = {named_path(place, text) for text in arguments.pin}
+    with Progress("prune"):
+        pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
+    document = {
+        "url": place.url,
+        "dry_run": arguments.dry_run,
+        "checkpoints": [decision_document(each) for each in pruned],
+    }
+    code = ConflictError.exit_code if any(each.problem for each in pruned) else 0
+    return print_result(arguments, document, *_prune_lines(pruned, dry_run=arguments.dry_run), code=code)
+
+
+def decision_document(each: Decision) -> dict[str, object]:
+    saved = each.saved
+    return {
+        "path": saved.path,
+        "step": saved.step,
+        "kind": saved.kind,
+        "kept": each.is_kept,
+        "reasons": list(each.reasons),
+        "removed": each.removed,
+        "problem": each.problem,
+    }
+
+
+def _prune_lines(pruned: list[Decision], *, dry_run: bool) -> list[str]:
+    rows = []
+    for each in pruned:
+        saved = each.saved
+        what = "kept" if each.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
+        why = each.problem or ", ".join(each.reasons) or "no rule keeps it"
+        rows.append((what, "-" if saved.step is None else str(saved.step), printable(saved.path), printable(why)))
+    return align(rows, right=(1,), states=(0,)) or ["there are no checkpoints"]

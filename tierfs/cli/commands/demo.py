@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 from tierfs import __version__
-from tierfs.cli.arguments import add_options, require_seconds, require_torch
+from tierfs.cli.arguments import command, require_seconds, require_torch
 from tierfs.cli.terminal.output import print_result
 from tierfs.demo.story import Demo, DemoPlan, say
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
@@ -18,31 +18,28 @@ from tierfs.host.rpc.client import stop_flusher
 from tierfs.session.compose import local_store, open_tiers
 from tierfs.units import parse_size
 
-HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
-EXAMPLES = """\
-tierfs demo
-tierfs demo --keep --json
-tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M"""
-
 _STOP_S_MAX = 30.0
 _PARAMETERS_MIN = 50_000
 _PARAMETERS_MAX = 10_000_000_000
 
 
-_OPTIONS = {
-    "--url URL": "where to save (default: a store in a temporary directory, removed at the end)",
-    "--steps N:int=24": "steps of the uninterrupted run (default: %(default)s)",
-    "--every N:int=6": "steps from one save to the next (default: %(default)s)",
-    "--params N=10M": "size of the model, roughly (default: %(default)s)",
-    "--keep": "leave the temporary directory, and print its path",
-    "--timeout SECONDS:float=600": "seconds that a phase may take (default: %(default)g)",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, _OPTIONS)
-
-
+@command(
+    "demo",
+    "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal",
+    """
+    tierfs demo
+    tierfs demo --keep --json
+    tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M
+    """,
+    {
+        "--url URL": "where to save (default: a store in a temporary directory, removed at the end)",
+        "--steps N:int=24": "steps of the uninterrupted run (default: %(default)s)",
+        "--every N:int=6": "steps from one save to the next (default: %(default)s)",
+        "--params N=10M": "size of the model, roughly (default: %(default)s)",
+        "--keep": "leave the temporary directory, and print its path",
+        "--timeout SECONDS:float=600": "seconds that a phase may take (default: %(default)g)",
+    },
+)
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its report. Return 0 only if the resumed run equals the uninterrupted run.
 

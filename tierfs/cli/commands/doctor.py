@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tierfs import __version__, kernels
-from tierfs.cli.commands.version import installed_version
+from tierfs.cli.arguments import command
+from tierfs.cli.commands.about import installed_version
 from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.errors import InvalidInputError, TierfsError
@@ -33,27 +34,24 @@ from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_
 from tierfs.session.url import configured_tiers
 from tierfs.units import format_bytes, parse_share
 
-HELP = "check this machine, and the endpoint of URL if it is given, and advise what to change"
-EXAMPLES = """\
-tierfs doctor
-tierfs doctor s3://bucket/run
-tierfs doctor --json"""
-
 PROBLEM_EXIT_CODE = 1
 SHM_BYTES_MIN = 1 << 30  # less holds about ten segments, and no checkpoint that is worth a ram tier
 DISK_BYTES_MIN = 10 << 30
 DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a flusher also needs one for each client
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        nargs="?",
-        help="also test this endpoint, as `tierfs probe` does, and connect to the other hosts of its store, if this one has peers",
-    )
-
-
+@command(
+    "doctor",
+    "check this machine, and the endpoint of URL if it is given, and advise what to change",
+    """
+    tierfs doctor
+    tierfs doctor s3://bucket/run
+    tierfs doctor --json
+    """,
+    {
+        "url URL?": "also test this endpoint, as `tierfs probe` does, and connect to the other hosts of its store, if this one has peers"
+    },
+)
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results. Return 1 if one of them is a problem."""
     checks = list(check_machine())

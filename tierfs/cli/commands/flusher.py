@@ -11,14 +11,14 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tierfs import __version__
-from tierfs.cli.arguments import add_options, add_url_argument, require_seconds, suggested
+from tierfs.cli.arguments import URL, Arguments, add_arguments, command, require_seconds, suggested, without_json
 from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.log import FORMATS, logging_to_stderr
 from tierfs.cli.terminal.output import print_result
@@ -43,13 +43,6 @@ if TYPE_CHECKING:
     from tierfs.session import Location
     from tierfs.store import Store
 
-HELP = "run or stop the background flusher of a store, or handle the changes that it keeps"
-EXAMPLES = """\
-tierfs flusher run tierfs::s3://bucket/run
-tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
-tierfs flusher stop tierfs::s3://bucket/run
-tierfs flusher export tierfs::s3://bucket/run/step_1000/config.json ours.json
-tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
@@ -64,37 +57,7 @@ _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _logger = logging.getLogger("tierfs.flush")
 
 
-ACTIONS = {
-    "run": "run the flusher of a store here, until SIGTERM or Ctrl-C",
-    "stop": "end the running flusher after its current steps",
-    "export": "write the change of a file that this host kept after a conflict to a local file",
-    "discard": "delete the change of a file that this host kept after a conflict or damage; this cannot be undone",
-}
-
-
-_GC_EVERY_OPTIONS = {
-    "--gc-every TIME": "run gc in the background when the last gc of any host is this long ago, like 6h (default: never)",
-    "--scrub-bandwidth BYTES": "verify each chunk about once a week in the background, at this many bytes per second, like 50MB (default: none)",
-}
-
-_LINGER_OPTIONS = {
-    "--linger SECONDS:float": f"end after this time without clients and work (default: never, with --uuid {LINGER_S:g})",
-    "--uuid ID": "the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
-    "--metrics PORT:int": "serve the metrics of `tierfs status --prometheus` at http://127.0.0.1:PORT/metrics",
-}
-
-
-def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
-    add_url_argument(parser)
-    if action == "export":
-        parser.add_argument("file", metavar="FILE", help="the local file to write, which must be new")
-    parser.add_argument(
-        "--state-dir", metavar="DIRECTORY", help="state directory of this host (default: TIERFS_STATE_DIR)"
-    )
-    if action != "run":
-        parser.set_defaults(ram=None, nvme=None, bandwidth=None, codecs=None)
-        return
-    parser.set_defaults(json=False)
+def _run_options(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--ram", metavar="BYTES", help="budget of the ram tier, like 64GiB")
     tiers.add_argument("--nvme", metavar="BYTES", help="budget of the nvme tier, like 1TiB")
@@ -113,14 +76,54 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     peers.add_argument("--peer-nvme", metavar="BYTES", help="most room on the disk for the changes of other hosts")
     peers.add_argument("--peer-bandwidth", metavar="BYTES", help="bytes per second to other hosts (default: no bound)")
     upkeep = parser.add_argument_group("upkeep")
-    add_options(upkeep, _GC_EVERY_OPTIONS)
+    add_arguments(
+        upkeep,
+        {
+            "--gc-every TIME": "run gc in the background when the last gc of any host is this long ago, like 6h (default: never)",
+            "--scrub-bandwidth BYTES": "verify each chunk about once a week in the background, at this many bytes per second, like 50MB (default: none)",
+        },
+    )
     process = parser.add_argument_group("process")
-    add_options(process, _LINGER_OPTIONS)
+    add_arguments(
+        process,
+        {
+            "--linger SECONDS:float": f"end after this time without clients and work (default: never, with --uuid {LINGER_S:g})",
+            "--uuid ID": "the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
+            "--metrics PORT:int": "serve the metrics of `tierfs status --prometheus` at http://127.0.0.1:PORT/metrics",
+        },
+    )
     process.add_argument(
         "--log-format", choices=list(FORMATS), help="format of the log on stderr (default: by TIERFS_LOG, else logfmt)"
     )
 
 
+_STORE: list[Arguments] = [URL, {"--state-dir DIRECTORY": "state directory of this host (default: TIERFS_STATE_DIR)"}]
+_ACTIONS: dict[str, tuple[str, Sequence[Arguments]]] = {
+    "run": ("run the flusher of a store here, until SIGTERM or Ctrl-C", [*_STORE, without_json, _run_options]),
+    "stop": ("end the running flusher after its current steps", _STORE),
+    "export": (
+        "write the change of a file that this host kept after a conflict to a local file",
+        [URL, {"file FILE": "the local file to write, which must be new"}, *_STORE[1:]],
+    ),
+    "discard": (
+        "delete the change of a file that this host kept after a conflict or damage; this cannot be undone",
+        _STORE,
+    ),
+}
+
+
+@command(
+    "flusher",
+    "run or stop the background flusher of a store, or handle the changes that it keeps",
+    """
+    tierfs flusher run tierfs::s3://bucket/run
+    tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
+    tierfs flusher stop tierfs::s3://bucket/run
+    tierfs flusher export tierfs::s3://bucket/run/step_1000/config.json ours.json
+    tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json
+    """,
+    actions=_ACTIONS,
+)
 def run(arguments: argparse.Namespace) -> int:
     return {"run": _run, "stop": _stop, "export": _export, "discard": _discard}[arguments.action](arguments)
 
@@ -130,14 +133,8 @@ def _location(arguments: argparse.Namespace) -> Location:
     from tierfs.session.settings import PEER_OPTIONS  # noqa: PLC0415
 
     location = parse_url(arguments.url)
-    given = TierOptions(
-        ram=arguments.ram,
-        nvme=arguments.nvme,
-        state_dir=arguments.state_dir,
-        bandwidth=arguments.bandwidth,
-        codecs=arguments.codecs,
-        **{name: getattr(arguments, name, None) for name in PEER_OPTIONS},
-    )
+    names = ("ram", "nvme", "state_dir", "bandwidth", "codecs", *PEER_OPTIONS)
+    given = TierOptions(**{name: getattr(arguments, name, None) for name in names})
     return replace(location, tiers=given.over(location.tiers))
 
 

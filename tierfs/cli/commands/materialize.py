@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from tierfs.cli.arguments import add_url_argument, suggested
+from tierfs.cli.arguments import URL, command, progress_option, suggested
 from tierfs.cli.files.mirror import (
     PART_PREFIX,
     MirrorRecord,
@@ -29,7 +29,7 @@ from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.files.transfer import read_pieces
 from tierfs.cli.terminal.output import print_result
-from tierfs.cli.terminal.progress import Progress, add_progress_argument
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.format.keys import DESCRIPTOR
 from tierfs.localfile import naming
@@ -37,21 +37,21 @@ from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
 from tierfs.units import format_bytes
 
-HELP = "make a local directory equal to one in a store, for programs that want a path"
-EXAMPLES = """\
-tierfs materialize tierfs::s3://bucket/run/step_1000 /data/model
-tierfs materialize tierfs://NAME/model /data/model --delete"""
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_url_argument(parser)
-    parser.add_argument("directory", metavar="DIR", help="a local directory; created if it is missing")
-    parser.add_argument(
-        "--delete", action="store_true", help="delete files, links and directories in DIR that the store does not have"
-    )
-    add_progress_argument(parser)
-
-
+@command(
+    "materialize",
+    "make a local directory equal to one in a store, for programs that want a path",
+    """
+    tierfs materialize tierfs::s3://bucket/run/step_1000 /data/model
+    tierfs materialize tierfs://NAME/model /data/model --delete
+    """,
+    URL,
+    {
+        "directory DIR": "a local directory; created if it is missing",
+        "--delete": "delete files, links and directories in DIR that the store does not have",
+    },
+    progress_option,
+)
 def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     if not place.entry().is_directory:

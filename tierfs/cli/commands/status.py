@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.arguments import add_options, add_url_argument, suggested
+from tierfs.cli.arguments import URL, command, suggested
 from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, align, colored, format_time, print_json, printable
@@ -19,20 +19,12 @@ from tierfs.store import Store, status
 from tierfs.store.maintenance.condition import condition
 from tierfs.units import format_bytes
 
-HELP = "show a store's tiers, pending files, conflicts and errors on this host"
-EXAMPLES = """\
-tierfs status tierfs::s3://bucket/run
-tierfs status tierfs::s3://bucket/run --watch
-tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_exporter/tierfs.prom"""
-
-_OPTIONS = {"--prometheus": "print it in Prometheus's text format, for example for node_exporter's textfile collector"}
 WATCH_S = 2.0
 WATCH_S_MIN = 0.1
 WATCH_S_MAX = 86400.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_url_argument(parser)
+def _output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
         "--watch",
@@ -42,10 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"repeat every SECONDS (default: {WATCH_S:g}) until Ctrl-C, in place on a terminal, else as one line each time; URL goes before it",
     )
-    add_options(output, _OPTIONS)
+    output.add_argument(
+        "--prometheus",
+        action="store_true",
+        help="print it in Prometheus's text format, for example for node_exporter's textfile collector",
+    )
     add_json_argument(output)
 
 
+@command(
+    "status",
+    "show a store's tiers, pending files, conflicts and errors on this host",
+    """
+    tierfs status tierfs::s3://bucket/run
+    tierfs status tierfs::s3://bucket/run --watch
+    tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_exporter/tierfs.prom
+    """,
+    URL,
+    _output_options,
+)
 def run(arguments: argparse.Namespace) -> int:
     store = store_place(arguments.url, as_configured=True, resumes=False).store
     if arguments.watch is not None:

@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
-from tierfs.cli.arguments import add_options, add_url_argument, suggested
+from tierfs.cli.arguments import URL, command, progress_option, suggested
 from tierfs.cli.files.mirror import LocalTree, MirrorRecord, Synced, content_of, holds, pieces_of, scan_source
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, sent_bytes, store_place
-from tierfs.cli.files.selection import Selection, add_selection_arguments
+from tierfs.cli.files.selection import SELECTION, Selection
 from tierfs.cli.files.targets import refuse_below_file, refuse_foreign_files, remove_directories
 from tierfs.cli.files.transfer import LocalSource, StoredTarget
 from tierfs.cli.terminal.output import counted, print_result, printable
-from tierfs.cli.terminal.progress import Progress, add_progress_argument
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.keys import inside
@@ -27,23 +27,23 @@ from tierfs.mount.attributes import new_attributes, with_posix
 from tierfs.store import Entry, annotate, delete, find, make_directory
 from tierfs.store import stat as stat_stored
 
-HELP = "make a directory in a store equal to a local one; bytes that the store has are not stored again"
-EXAMPLES = """\
-tierfs sync /data/model tierfs::s3://bucket/models/first
-tierfs sync /data/model tierfs://NAME/models/first --delete --dry-run
-tierfs sync /data/model tierfs://NAME/models/first --exclude '*.tmp'"""
 
-_OPTIONS = {"--delete": "delete files and directories in the store that DIR does not have, if tierfs wrote all of them"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a local directory")
-    add_url_argument(parser)
-    add_options(parser, _OPTIONS)
-    add_selection_arguments(parser)
-    add_progress_argument(parser)
-
-
+@command(
+    "sync",
+    "make a directory in a store equal to a local one; bytes that the store has are not stored again",
+    """
+    tierfs sync /data/model tierfs::s3://bucket/models/first
+    tierfs sync /data/model tierfs://NAME/models/first --delete --dry-run
+    tierfs sync /data/model tierfs://NAME/models/first --exclude '*.tmp'
+    """,
+    {"directory DIR": "a local directory"}
+    | URL
+    | {
+        "--delete": "delete files and directories in the store that DIR does not have, if tierfs wrote all of them",
+    },
+    SELECTION,
+    progress_option,
+)
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     if not os.path.exists(directory):

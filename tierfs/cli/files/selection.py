@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import glob
 import os
@@ -13,17 +12,12 @@ from tierfs.cli.files.places import IN_STORE, LocalPlace, Place, StorePlace, any
 from tierfs.errors import NotFoundError
 from tierfs.store import find
 
-
-def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--include``, ``--exclude`` and ``--dry-run``."""
-    only = (
-        "PATTERN, like '*.bin' or 'logs/*'; one without / matches a name at any depth, a directory stands for all in it"
-    )
-    for option, which in (("--include", "only files that match "), ("--exclude", "no files that match ")):
-        parser.add_argument(
-            option, action="append", default=[], metavar="PATTERN", help=f"{which}{only}; may be given several times"
-        )
-    parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be done")
+_ONLY = "PATTERN, like '*.bin' or 'logs/*'; one without / matches a name at any depth, a directory stands for all in it; may be given several times"
+SELECTION = {
+    "--include PATTERN...": f"only files that match {_ONLY}",
+    "--exclude PATTERN...": f"no files that match {_ONLY}",
+    "--dry-run": "change nothing; print what would be done",
+}
 
 
 class Selection(NamedTuple):

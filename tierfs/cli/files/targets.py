@@ -9,26 +9,16 @@ import argparse
 import contextlib
 from collections.abc import Iterable
 
-from tierfs.cli.arguments import add_options
 from tierfs.cli.files.places import Place, StorePlace
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, ReadOnlyError
 from tierfs.format.keys import is_at_or_below
 from tierfs.store import Entry, Store, remove_directory
 from tierfs.store.tree.kind import Kind
 
-_OPTIONS = {
+TARGET = {
+    "target TARGET": "the new name; or a directory to put the sources into, if it exists or ends with /",
     "-T --no-target-directory": "TARGET is the new name even if it is a directory: the content of SOURCE is added to it, so the command can be repeated",
 }
-
-
-def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> None:
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=described)
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="the new name; or a directory to put the sources into, if it exists or ends with /",
-    )
-    add_options(parser, _OPTIONS)
 
 
 def target_of(target: Place, arguments: argparse.Namespace) -> tuple[Kind | None, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -20,14 +19,6 @@ FIRST_S = 1.0  # a shorter command shows nothing and does not import rich, unles
 TERMINAL_S, FILE_S = 0.1, 10.0  # between two drawings; in a file, each one stays
 _lock = threading.RLock()  # held while writing to stderr and while counting
 _shown: list[bars.Progress] = []
-
-
-def add_progress_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show progress on stderr (default: if stderr is a terminal, after a second)",
-    )
 
 
 def print_above(text: str) -> None:

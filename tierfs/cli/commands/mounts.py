@@ -1,9 +1,10 @@
-"""``tierfs serve``: serve a store over S3, WebDAV or SFTP. rclone is the server, over a mount that this process serves."""
+"""``tierfs mount``, ``umount`` and ``serve``: give programs a store as a directory, or over the network."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -15,27 +16,77 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tierfs.cli.arguments import LEVELS, add_options, add_url_argument
+from tierfs.cli.arguments import LEVELS, URL, command, require_seconds
 from tierfs.cli.files.places import names_checkpoint, store_place
 from tierfs.cli.terminal.output import print_result
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.mount.process import MountOptions, serve
+from tierfs.mount.mounting import start, unmount
+from tierfs.mount.process import FLUSH_S, MountOptions, serve
 
-HELP = "serve a store, or a directory in one, over S3, WebDAV or SFTP"
-EXAMPLES = """\
-tierfs serve s3 tierfs::s3://bucket/run --ack object
-tierfs serve webdav tierfs://NAME --read-only
-tierfs serve sftp tierfs::file:///data/ckpt --address 127.0.0.1:2022"""
+
+@command(
+    "mount",
+    "mount a store, or a directory in one, on a directory of this host",
+    """
+    tierfs mount tierfs::s3://bucket/run /mnt/run
+    tierfs mount tierfs::s3://bucket/run/step_1000 /mnt/model --read-only
+    tierfs mount tierfs://NAME /mnt/store --foreground --ack object   # in a container
+    """,
+    URL | {"directory DIR": "where to mount it: an existing directory"},
+    {
+        "--read-only": "refuse every change",
+        "--allow-other": "let other users of the host access it, as the files' modes allow",
+        "--timeout SECONDS:float": "how long a program waits for the object tier before it gets EIO (default: 30). Storing a whole file may take 600 s, or ten times this if it is below 30 or above 60",
+        "--foreground": "serve in this process, until unmount or SIGTERM; exit code 1 if a change could not be published",
+        f"--ack {LEVELS}": "how safe a file is when close or fsync returns (default: as the store is configured)",
+    },
+)
+def run_mount(arguments: argparse.Namespace) -> int:
+    """Mount. In the background, return when the mount is usable; in the foreground, return 1 if changes remain."""
+    given = {}
+    if arguments.timeout is not None:
+        require_seconds("--timeout", arguments.timeout, over_0=True, may_be_infinite=True)
+        given = {"timeout_s": arguments.timeout}
+    # The mount stays on the checkpoint that is the latest or best one now.
+    url = store_place(arguments.url).url if names_checkpoint(arguments.url) else arguments.url
+    options = MountOptions(arguments.read_only, arguments.allow_other, arguments.ack, **given)
+    directory = Path(arguments.directory).absolute()
+    if not arguments.foreground:
+        process = start(url, directory, options)
+        process.returncode = 0  # it outlives this process: keep subprocess from warning about it
+        return print_result(arguments, {"url": url, "directory": str(directory), "pid": process.pid})
+    logger = logging.getLogger("tierfs.mount")
+    left = serve(url, directory, options, lambda: logger.info("%s is mounted", directory))
+    document = {"url": url, "directory": str(directory), "left": left}
+    return print_result(arguments, document, code=1 if left else 0)
+
+
+@command(
+    "umount",
+    "unmount a store, after all written files have reached the level of the mount",
+    """
+    tierfs umount /mnt/run
+    tierfs umount /mnt/run --timeout 600
+    tierfs umount /mnt/run --force     # unpublished changes are lost
+    """,
+    {"directory DIR": "the directory where the store is mounted"},
+    {
+        f"--timeout SECONDS:float={FLUSH_S}": f"how long publishing may take (default: {FLUSH_S:g})",
+        "--force": "unmount even if files are open; unpublished changes are lost",
+    },
+)
+def run_umount(arguments: argparse.Namespace) -> int:
+    """Unmount. An error names the obstacle, and the mount stays as it was."""
+    require_seconds("--timeout", arguments.timeout, over_0=True)
+    with Progress("umount"):
+        unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
+    return print_result(arguments, {"directory": arguments.directory})
+
 
 BUCKET = "store"
 """The only bucket that S3 clients see."""
 END_S = 10.0
-_OPTIONS = {
-    "--address PLACE=127.0.0.1:8080": "host and port to listen at (default: 127.0.0.1:8080); port 0 is any free port",
-    "--read-only": "refuse every change",
-    "--etags": "give S3 clients the MD5 of each file as its ETag: the first listing of a directory reads all its files",
-    f"--ack {LEVELS}": "how safe a file is when a write is answered (default: as the store is configured)",
-}
 # rclone's own cache stays off, so it answers a write after the mount's close has returned: at the level of --ack. It
 # reads a directory again after a second.
 _ALWAYS = ["--vfs-cache-mode", "off", "--dir-cache-time", "1s", "--log-level", "NOTICE"]
@@ -45,13 +96,24 @@ _WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv
 _LISTENS = re.compile(r"server.* on \[?(?:http://)?([^\s/\]]+:\d+)", re.IGNORECASE)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("protocol", choices=_PROTOCOLS, help="what clients speak")
-    add_url_argument(parser)
-    add_options(parser, _OPTIONS)
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "serve",
+    "serve a store, or a directory in one, over S3, WebDAV or SFTP",
+    """
+    tierfs serve s3 tierfs::s3://bucket/run --ack object
+    tierfs serve webdav tierfs://NAME --read-only
+    tierfs serve sftp tierfs::file:///data/ckpt --address 127.0.0.1:2022
+    """,
+    {"protocol {s3,webdav,sftp}": "what clients speak"},
+    URL,
+    {
+        "--address PLACE=127.0.0.1:8080": "host and port to listen at (default: 127.0.0.1:8080); port 0 is any free port",
+        "--read-only": "refuse every change",
+        "--etags": "give S3 clients the MD5 of each file as its ETag: the first listing of a directory reads all its files",
+        f"--ack {LEVELS}": "how safe a file is when a write is answered (default: as the store is configured)",
+    },
+)
+def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP. Return 1 if a change could not be published."""
     program = shutil.which("rclone", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     if program is None:

@@ -1,16 +1,47 @@
-"""``tierfs completion``: print a script that completes commands, actions and options in a shell."""
+"""``tierfs version`` and ``completion``: describe the program itself."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import platform
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-HELP = "print a script that completes commands, actions and options in a shell"
-EXAMPLES = """\
-tierfs completion bash > ~/.local/share/bash-completion/completions/tierfs
-tierfs completion zsh >> ~/.zshrc
-tierfs completion fish > ~/.config/fish/completions/tierfs.fish"""
+from tierfs import __version__, kernels
+from tierfs.cli.arguments import command, without_json
+from tierfs.cli.terminal.output import align, print_result
+from tierfs.format.header import VERSION
+
+
+@command(
+    "version",
+    "show the versions of tierfs, the store format and the packages that tierfs uses",
+    """
+    tierfs version
+    tierfs version --json
+    """,
+)
+def run_version(arguments: argparse.Namespace) -> int:
+    versions = {
+        "tierfs": __version__,
+        "format": VERSION,
+        "python": platform.python_version(),
+        "fsspec": installed_version("fsspec"),
+        "torch": installed_version("torch"),
+        "kernels": kernels.status(),
+    }
+    rows = [(name, "not installed" if version is None else str(version)) for name, version in versions.items()]
+    return print_result(arguments, versions, *align(rows))
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
 
 _Words: TypeAlias = Mapping[str, Mapping[str, list[str]]]
 """The options by command and action. The action of a command without actions is an empty string."""
@@ -29,12 +60,18 @@ complete -o default -F _tierfs tierfs
 _ZSH_FIRST = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=False)
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="shell to print the script for")
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "completion",
+    "print a script that completes commands, actions and options in a shell",
+    """
+    tierfs completion bash > ~/.local/share/bash-completion/completions/tierfs
+    tierfs completion zsh >> ~/.zshrc
+    tierfs completion fish > ~/.config/fish/completions/tierfs.fish
+    """,
+    {"shell {bash,zsh,fish}": "shell to print the script for"},
+    without_json,
+)
+def run_completion(arguments: argparse.Namespace) -> int:
     words = _vocabulary()
     if arguments.shell == "fish":
         print("\n".join(_fish(words)))

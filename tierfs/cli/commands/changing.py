@@ -1,0 +1,322 @@
+"""``tierfs cp``, ``mv`` and ``rm``: copy, move and delete files and directories."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import cast
+
+from tierfs.cli.arguments import PLACE, command, progress_option, suggested
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.places import LocalPlace, Place, StorePlace, any_place, kind_of, sent_bytes, store_place
+from tierfs.cli.files.selection import SELECTION, Selection, places_of, sources_of
+from tierfs.cli.files.targets import (
+    TARGET,
+    clash,
+    final_place,
+    refuse_below_file,
+    refuse_foreign_files,
+    remove_directories,
+    target_of,
+)
+from tierfs.cli.files.transfer import ContentSource, ContentTarget, StreamSource, StreamTarget, transfer
+from tierfs.cli.terminal.output import counted, print_result, printable
+from tierfs.cli.terminal.progress import Progress
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
+from tierfs.store import Entry, Store, delete, find, make_directory, rename
+from tierfs.store.tree.kind import Kind
+
+_STREAM = "-"
+
+
+@dataclass(slots=True)
+class _CopyPlan:
+    """All files and directories to copy. The plan is complete and checked before anything is copied."""
+
+    files: list[tuple[ContentSource, ContentTarget]] = field(default_factory=list)
+    directories: list[Place] = field(default_factory=list)
+    urls: dict[str, str] = field(default_factory=dict)  # of each target, with that of its source
+    store: Store | None = None  # of the target
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes to copy, or None if unknown."""
+        sizes = [source.size for source, _ in self.files]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def add(self, content: ContentSource, source: Place, place: Place) -> None:
+        """Add one file. Raise if another file already goes to the same place."""
+        if place.url in self.urls:
+            raise InvalidInputError(
+                f"two sources have the same target {place.url}: copy them one by one", path=place.url
+            )
+        self.urls[place.url] = source.url
+        self.files.append((content, place.target()))
+
+
+@command(
+    "cp",
+    "copy files into a store, out of it, within it or between stores",
+    """
+    tierfs cp model.safetensors tierfs::s3://bucket/run/
+    tierfs cp -r tierfs::s3://bucket/run/step_1000 /data/step_1000
+    tierfs cp -r tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/kept/
+    tierfs cp -r /data/model tierfs::s3://bucket/model --exclude '*.tmp' --dry-run
+    tierfs cp tierfs://NAME/config.json -      # to stdout; as SOURCE, - is stdin
+    """,
+    {"sources SOURCE+": "tierfs:: URL for a path in a store; everything else is a local path, - is stdin"},
+    TARGET,
+    {"-r --recursive": "copy directories, with everything in them"},
+    SELECTION,
+    progress_option,
+)
+def run_cp(arguments: argparse.Namespace) -> int:
+    is_stream = _STREAM in (*arguments.sources, arguments.target)
+    plan = _plan_stream(arguments) if is_stream else _plan_copy(arguments)
+    if arguments.dry_run:
+        moves = [{"source": source, "target": target} for target, source in plan.urls.items()]
+        document = {"files": len(plan.files), "bytes": plan.total_bytes, "dry_run": True, "would_copy": moves}
+        lines = [f"would copy {printable(each['source'])} -> {printable(each['target'])}" for each in moves]
+        total = f"would copy {counted(len(plan.files), plan.total_bytes or 0)}"
+        return print_result(arguments, document, *lines, total)
+    before = 0 if plan.store is None else sent_bytes(plan.store)
+    with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
+
+        def copy_one(item: tuple[ContentSource, ContentTarget], stop: threading.Event) -> None:
+            def advance(count: int) -> None:
+                if stop.is_set():
+                    raise Stopped
+                progress.advance(count)
+
+            transfer(*item, advance)
+
+        for place in plan.directories:
+            place.make_directory()
+        run_in_parallel(copy_one, plan.files)
+    if arguments.target == _STREAM:
+        return 0
+    new = None if plan.store is None else sent_bytes(plan.store) - before
+    document = {"files": len(plan.files), "bytes": progress.bytes, "new_bytes": new}
+    return print_result(arguments, document, f"copied {counted(len(plan.files), progress.bytes, new)}")
+
+
+def _plan_copy(arguments: argparse.Namespace) -> _CopyPlan:
+    sources = list(sources_of(arguments.sources))
+    target = any_place(arguments.target, write=not arguments.dry_run, is_new=True)
+    chosen = Selection(arguments.include, arguments.exclude)
+    if isinstance(target, LocalPlace) and all(isinstance(source, LocalPlace) for source in sources):
+        raise InvalidInputError("all of these are local paths: a path in a store starts with tierfs:: or tierfs://")
+    target_kind, into = target_of(target, arguments)
+    plan = _CopyPlan(store=target.store if isinstance(target, StorePlace) else None)
+    for source in sources:
+        kind = source.kind()
+        if kind is None:
+            raise source.missing()
+        if kind == "directory" and not arguments.recursive:
+            raise InvalidInputError(f"{source.url} is a directory: add -r to copy it", path=source.url)
+        final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
+        if kind == "file":
+            if chosen.takes(source.name):
+                plan.add(source.source(), source, final)
+        else:
+            _plan_copied_directory(plan, source, final, chosen)
+    return plan
+
+
+def _plan_copied_directory(plan: _CopyPlan, source: Place, final: Place, chosen: Selection) -> None:
+    taken = final.taken() if isinstance(final, StorePlace) else {}  # a local filesystem refuses a clash by itself
+    contents = [each for each in source.contents() if chosen.is_all or (each[1] is not None and chosen.takes(each[0]))]
+    # The directories above a file are created with the file.
+    implied = {relative.rpartition("/")[0] for relative, _ in contents}
+    if not contents and chosen.is_all:
+        plan.directories.append(final)
+    for relative, content in contents:
+        kind: Kind = "directory" if content is None else "file"
+        place = final.child(relative)
+        if (there := taken.get(relative, kind)) != kind:
+            raise clash(place.url, there)
+        if content is not None:
+            plan.add(content, source.child(relative), place)
+        elif relative not in implied:
+            plan.directories.append(place)
+
+
+def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
+    if len(arguments.sources) > 1 or arguments.sources == [arguments.target] or arguments.dry_run:
+        raise InvalidInputError("with - for stdin or stdout, give one SOURCE and one TARGET, and no --dry-run")
+    if arguments.target == _STREAM:
+        if arguments.json:
+            raise InvalidInputError("with - as TARGET, the file goes to stdout: omit --json")
+        source = any_place(arguments.sources[0])
+        kind = source.kind()
+        if kind is None:
+            raise source.missing()
+        if kind == "directory":
+            raise InvalidInputError(f"{source.url} is a directory: only a file can go to stdout", path=source.url)
+        return _CopyPlan([(source.source(), StreamTarget(sys.stdout.buffer))])
+    if sys.stdin is None:
+        raise InvalidInputError("stdin is closed: there is nothing to copy")
+    target = any_place(arguments.target, write=True)
+    target_kind = target.kind()
+    if arguments.target.endswith("/") or target_kind == "directory":
+        raise InvalidInputError(f"{target.url} is a directory: name the file to write stdin to", path=target.url)
+    if target_kind is None:
+        refuse_below_file(target)
+    store = target.store if isinstance(target, StorePlace) else None
+    return _CopyPlan([(StreamSource(cast("io.BufferedReader", sys.stdin.buffer)), target.target())], store=store)
+
+
+@dataclass(slots=True)
+class _RenamePlan:
+    """All renames within a store. The plan is complete and checked before anything is renamed."""
+
+    renames: list[tuple[str, str]] = field(default_factory=list)
+    empty_directories: list[str] = field(default_factory=list)
+    old_directories: list[str] = field(default_factory=list)
+
+
+@command(
+    "mv",
+    "move or rename files and directories within a store; no data is copied",
+    """
+    tierfs mv tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/best
+    tierfs mv s3://bucket/run/a.bin s3://bucket/run/b.bin s3://bucket/kept/
+    tierfs mv -T /data/run/part /data/run/whole
+    """,
+    {"sources SOURCE+": f"{PLACE}; all in one store"},
+    TARGET,
+)
+def run_mv(arguments: argparse.Namespace) -> int:
+    sources = list(places_of(arguments.sources))
+    target = store_place(arguments.target, is_new=True)
+    plan = _plan_move(sources, target, arguments)
+
+    def move_one(paths: tuple[str, str], _stop: threading.Event) -> None:
+        rename(target.store, *paths)
+
+    with Progress("mv") as progress:
+        for path in plan.empty_directories:
+            make_directory(target.store, path, exist_ok=True)
+        run_in_parallel(move_one, plan.renames, progress)
+        remove_directories(target.store, plan.old_directories)
+    count = len(plan.renames)
+    return print_result(arguments, {"files": count}, f"moved {count} file{'s' * (count != 1)}")
+
+
+def _plan_move(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:
+    target_kind, into = target_of(target, arguments)
+    plan = _RenamePlan()
+    for source in sources:
+        if source.store is not target.store:
+            raise InvalidInputError(
+                f"{source.url} and {target.url} are in two stores, {source.store.url} and {target.store.url}: "
+                "copy with `tierfs cp`, then remove with `tierfs rm`",
+                path=source.url,
+            )
+        if not source.path:
+            raise InvalidInputError(
+                f"{source.url} is the root of a store: name files or directories in it", path=source.url
+            )
+        entry = source.entry()
+        kind = kind_of(entry)
+        final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
+        assert isinstance(final, StorePlace)
+        if entry.is_directory:
+            _plan_moved_directory(plan, source, final)
+        else:
+            refuse_foreign_files(source.store, [entry])
+            if not final.path:
+                raise InvalidInputError(f"{final.url} is the root of a store: name a file in it", path=final.url)
+            plan.renames.append((source.path, final.path))
+    _refuse_twice([name for name, _ in plan.renames], "would be moved twice")
+    _refuse_twice([name for _, name in plan.renames], "would be the target of two sources")
+    return plan
+
+
+def _plan_moved_directory(plan: _RenamePlan, source: StorePlace, final: StorePlace) -> None:
+    entries = find(source.store, source.path, detail=False)
+    files = [entry for entry in entries if not entry.is_directory]
+    directories = [source.path, *(entry.path for entry in entries if entry.is_directory)]
+    refuse_foreign_files(source.store, files)
+    taken = final.taken()
+    for entry in entries:
+        relative, kind = source.relative(entry.path), kind_of(entry)
+        if (there := taken.get(relative, kind)) != kind:
+            raise clash(final.child(relative).url, there)
+    implied = {entry.path.rpartition("/")[0] for entry in entries}
+    plan.renames += [(entry.path, final.child(source.relative(entry.path)).path) for entry in files]
+    plan.empty_directories += [final.child(source.relative(path)).path for path in directories if path not in implied]
+    plan.old_directories += directories
+
+
+def _refuse_twice(paths: list[str], problem: str) -> None:
+    if len(set(paths)) < len(paths):
+        first = next(path for index, path in enumerate(paths) if path in paths[:index])
+        raise InvalidInputError(f"{first} {problem}: move them one by one", path=first)
+
+
+@command(
+    "rm",
+    "delete files, and with -r directories; nothing is deleted before all arguments are checked",
+    """
+    tierfs rm tierfs::s3://bucket/run/a.bin
+    tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000
+    tierfs rm -r 's3://bucket/run/step_1*' --exclude '*.json' --dry-run
+    """,
+    {"urls URL+": f"{PLACE}; several may be given"},
+    {"-r --recursive": "delete directories, with everything in them"},
+    SELECTION,
+)
+def run_rm(arguments: argparse.Namespace) -> int:
+    chosen = Selection(arguments.include, arguments.exclude)
+    files: dict[tuple[str, str], tuple[Store, int]] = {}
+    directories: list[tuple[Store, list[str]]] = []
+    for place in places_of(arguments.urls):
+        try:
+            entry = place.entry()
+        except CorruptionError:
+            # The record cannot be read, but it can be deleted.
+            files[place.store.url, place.path] = place.store, 0
+            continue
+        if entry.is_directory and not arguments.recursive:
+            raise InvalidInputError(f"{place.url} is a directory: add -r to delete it", path=place.url)
+        below = find(place.store, place.path, detail=arguments.dry_run) if arguments.recursive else []
+
+        def is_doomed(one: Entry, place: StorePlace = place) -> bool:
+            return not one.is_directory and chosen.takes(place.relative(one.path) or place.name)
+
+        doomed = list(filter(is_doomed, (entry, *below)))
+        refuse_foreign_files(place.store, doomed)
+        # Without a dry run, the lengths are known when the files are deleted.
+        files.update({(place.store.url, one.path): (place.store, one.length) for one in doomed})
+        # A file and a directory may have the same name. Where files stay, so do the directories.
+        if chosen.is_all and (entry.is_directory or any(one.path != place.path for one in below)):
+            directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
+    if arguments.dry_run:
+        return _print_deleted(arguments, files)
+
+    def delete_one(name: tuple[str, str], _stop: threading.Event) -> None:
+        store, _ = files[name]
+        # Another process may have deleted the file already.
+        with contextlib.suppress(NotFoundError):
+            files[name] = store, delete(store, name[1])
+
+    with Progress("rm") as progress:
+        run_in_parallel(delete_one, list(files), progress)
+        for store, paths in directories:
+            remove_directories(store, [path for path in paths if path])
+    return _print_deleted(arguments, files)
+
+
+def _print_deleted(arguments: argparse.Namespace, files: dict[tuple[str, str], tuple[Store, int]]) -> int:
+    size, dry_run = sum(size for _, size in files.values()), arguments.dry_run
+    paths = [store.where(path) for (_, path), (store, _) in files.items()] if dry_run else []
+    document = {"files": len(files), "bytes": size, "dry_run": dry_run, "would_delete": paths}
+    commands = ", ".join(suggested("gc", url) for url in {url: None for url, _ in files})
+    frees = "" if dry_run or not files else f"; {commands} frees what nothing else needs"
+    total = f"{'would delete' if dry_run else 'deleted'} {counted(len(files), size)}{frees}"
+    return print_result(arguments, document, *(f"would delete {printable(path)}" for path in paths), total)
