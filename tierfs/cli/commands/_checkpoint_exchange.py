@@ -42,7 +42,8 @@ def export(arguments: argparse.Namespace) -> int:
     with Progress("export", total_bytes=checkpoint.length, wanted=arguments.progress) as progress:
         if format_ == "safetensors":
             pieces = safetensors_pieces(checkpoint, skip_objects=arguments.skip_objects, progress=progress.advance)
-            target.target().fill(pieces, None)
+            target.check_file()
+            target.fill(pieces)
         elif format_ == "torch":
             state = state_of(checkpoint, skip_objects=arguments.skip_objects, progress=progress.advance)
             with _stream_to(target) as stream:
@@ -179,7 +180,7 @@ def _stream_to(target: LocalPlace | StorePlace) -> Iterator[BinaryIO]:
         with replacing(target.url) as file:
             yield file
         return
-    target.target()  # raises for the store's root
+    target.check_file()
     with SaveStream(Writer(target.store, target.path)) as stream:
         yield cast("BinaryIO", stream)
 

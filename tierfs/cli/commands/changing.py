@@ -7,7 +7,9 @@ import contextlib
 import io
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from tierfs.cli.arguments import PLACE, command, progress_option, suggested
@@ -23,11 +25,11 @@ from tierfs.cli.files.targets import (
     remove_directories,
     target_of,
 )
-from tierfs.cli.files.transfer import ContentSource, ContentTarget, StreamSource, StreamTarget, transfer
+from tierfs.cli.files.transfer import Content, fill_stream, read_stream
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
-from tierfs.store import Entry, Store, delete, find, make_directory, rename
+from tierfs.store import Entry, Store, copy, delete, find, make_directory, rename
 from tierfs.store.tree.kind import Kind
 
 _STREAM = "-"
@@ -37,7 +39,7 @@ _STREAM = "-"
 class _CopyPlan:
     """All files and directories to copy. The plan is complete and checked before anything is copied."""
 
-    files: list[tuple[ContentSource, ContentTarget]] = field(default_factory=list)
+    files: list[tuple[Content, Place]] = field(default_factory=list)
     directories: list[Place] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)  # of each target, with that of its source
     store: Store | None = None  # of the target
@@ -45,17 +47,18 @@ class _CopyPlan:
     @property
     def total_bytes(self) -> int | None:
         """Bytes to copy, or None if unknown."""
-        sizes = [source.size for source, _ in self.files]
+        sizes = [content.size for content, _ in self.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def add(self, content: ContentSource, source: Place, place: Place) -> None:
+    def add(self, content: Content, source: Place, place: Place) -> None:
         """Add one file. Raise if another file already goes to the same place."""
         if place.url in self.urls:
             raise InvalidInputError(
                 f"two sources have the same target {place.url}: copy them one by one", path=place.url
             )
         self.urls[place.url] = source.url
-        self.files.append((content, place.target()))
+        place.check_file()
+        self.files.append((content, place))
 
 
 @command(
@@ -75,8 +78,9 @@ class _CopyPlan:
     progress_option,
 )
 def run_cp(arguments: argparse.Namespace) -> int:
-    is_stream = _STREAM in (*arguments.sources, arguments.target)
-    plan = _plan_stream(arguments) if is_stream else _plan_copy(arguments)
+    if arguments.target == _STREAM:
+        return _copy_to_stdout(arguments)
+    plan = _plan_from_stdin(arguments) if _STREAM in arguments.sources else _plan_copy(arguments)
     if arguments.dry_run:
         moves = [{"source": source, "target": target} for target, source in plan.urls.items()]
         document = {"files": len(plan.files), "bytes": plan.total_bytes, "dry_run": True, "would_copy": moves}
@@ -86,19 +90,12 @@ def run_cp(arguments: argparse.Namespace) -> int:
     before = 0 if plan.store is None else sent_bytes(plan.store)
     with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
 
-        def copy_one(item: tuple[ContentSource, ContentTarget], stop: threading.Event) -> None:
-            def advance(count: int) -> None:
-                if stop.is_set():
-                    raise Stopped
-                progress.advance(count)
-
-            transfer(*item, advance)
+        def copy_one(item: tuple[Content, Place], stop: threading.Event) -> None:
+            _copy(*item, partial(_advance, progress, stop))
 
         for place in plan.directories:
             place.make_directory()
         run_in_parallel(copy_one, plan.files)
-    if arguments.target == _STREAM:
-        return 0
     new = None if plan.store is None else sent_bytes(plan.store) - before
     document = {"files": len(plan.files), "bytes": progress.bytes, "new_bytes": new}
     return print_result(arguments, document, f"copied {counted(len(plan.files), progress.bytes, new)}")
@@ -121,7 +118,7 @@ def _plan_copy(arguments: argparse.Namespace) -> _CopyPlan:
         final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
         if kind == "file":
             if chosen.takes(source.name):
-                plan.add(source.source(), source, final)
+                plan.add(source.content(), source, final)
         else:
             _plan_copied_directory(plan, source, final, chosen)
     return plan
@@ -145,19 +142,13 @@ def _plan_copied_directory(plan: _CopyPlan, source: Place, final: Place, chosen:
             plan.directories.append(place)
 
 
-def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
+def _check_streams(arguments: argparse.Namespace) -> None:
     if len(arguments.sources) > 1 or arguments.sources == [arguments.target] or arguments.dry_run:
         raise InvalidInputError("with - for stdin or stdout, give one SOURCE and one TARGET, and no --dry-run")
-    if arguments.target == _STREAM:
-        if arguments.json:
-            raise InvalidInputError("with - as TARGET, the file goes to stdout: omit --json")
-        source = any_place(arguments.sources[0])
-        kind = source.kind()
-        if kind is None:
-            raise source.missing()
-        if kind == "directory":
-            raise InvalidInputError(f"{source.url} is a directory: only a file can go to stdout", path=source.url)
-        return _CopyPlan([(source.source(), StreamTarget(sys.stdout.buffer))])
+
+
+def _plan_from_stdin(arguments: argparse.Namespace) -> _CopyPlan:
+    _check_streams(arguments)
     if sys.stdin is None:
         raise InvalidInputError("stdin is closed: there is nothing to copy")
     target = any_place(arguments.target, write=True)
@@ -166,8 +157,50 @@ def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
         raise InvalidInputError(f"{target.url} is a directory: name the file to write stdin to", path=target.url)
     if target_kind is None:
         refuse_below_file(target)
+    target.check_file()
     store = target.store if isinstance(target, StorePlace) else None
-    return _CopyPlan([(StreamSource(cast("io.BufferedReader", sys.stdin.buffer)), target.target())], store=store)
+    return _CopyPlan(
+        [(Content(None, lambda: read_stream(cast("io.BufferedReader", sys.stdin.buffer))), target)], store=store
+    )
+
+
+def _copy_to_stdout(arguments: argparse.Namespace) -> int:
+    _check_streams(arguments)
+    if arguments.json:
+        raise InvalidInputError("with - as TARGET, the file goes to stdout: omit --json")
+    source = any_place(arguments.sources[0])
+    kind = source.kind()
+    if kind is None:
+        raise source.missing()
+    if kind == "directory":
+        raise InvalidInputError(f"{source.url} is a directory: only a file can go to stdout", path=source.url)
+    content = source.content()
+    with Progress("cp", total_bytes=content.size, wanted=arguments.progress) as progress:
+        fill_stream(sys.stdout.buffer, _counted(content, progress.advance))
+    return 0
+
+
+def _copy(content: Content, target: Place, advance: Callable[[int], object]) -> None:
+    """Copy one file. A copy within a store writes a manifest and no data."""
+    if content.stored and isinstance(target, StorePlace) and content.stored[0] is target.store:
+        advance(0)
+        copy(*content.stored, target.path)
+        advance(content.size or 0)
+    else:
+        target.fill(_counted(content, advance), content.metadata)
+
+
+def _counted(content: Content, advance: Callable[[int], object]) -> Iterator[memoryview]:
+    """Yield the content, and call ``advance`` with the length of each piece after it is written."""
+    for piece in content.pieces():
+        yield piece
+        advance(len(piece))
+
+
+def _advance(progress: Progress, stop: threading.Event, count: int) -> None:
+    if stop.is_set():
+        raise Stopped
+    progress.advance(count)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from tierfs.cli.arguments import URL, command, suggested, without_json
 from tierfs.cli.files.places import StorePlace, requests_of, store_place
-from tierfs.cli.files.transfer import StreamTarget, read_pieces
+from tierfs.cli.files.transfer import fill_stream, read_pieces
 from tierfs.cli.terminal.output import align, format_time, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
@@ -200,7 +200,7 @@ def run_cat(arguments: argparse.Namespace) -> int:
     start = min(parse_size(arguments.offset), reader.length)
     length = reader.length if arguments.length is None else parse_size(arguments.length)
     stop = min(start + length, reader.length)
-    StreamTarget(sys.stdout.buffer).fill(read_pieces(reader, start, stop), None)
+    fill_stream(sys.stdout.buffer, read_pieces(reader, start, stop))
     return 0
 
 

@@ -17,7 +17,7 @@ from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, sent_bytes, store_place
 from tierfs.cli.files.selection import SELECTION, Selection
 from tierfs.cli.files.targets import refuse_below_file, refuse_foreign_files, remove_directories
-from tierfs.cli.files.transfer import LocalSource, StoredTarget
+from tierfs.cli.files.transfer import fill_stored, local_content
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
@@ -200,7 +200,7 @@ class _Sync:
         self, relative: str, target: str, entry: Entry | None, status: os.stat_result, stop: threading.Event
     ) -> str:
         def pieces() -> Iterator[memoryview]:
-            for piece in LocalSource(target, status.st_size).pieces():
+            for piece in local_content(target).pieces():
                 if stop.is_set():
                     raise Stopped
                 yield piece
@@ -208,7 +208,7 @@ class _Sync:
                 self._progress.advance(len(piece))
 
         path = self._inside(relative)
-        manifest = StoredTarget(self._store, path).fill(pieces(), _described(entry, status))
+        manifest = fill_stored(self._store, path, pieces(), _described(entry, status))
         self.done.add(files=1)
         return content_of(self._store, Entry(path, is_directory=False, manifest=manifest))
 

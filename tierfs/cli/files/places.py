@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tierfs.cli.arguments import suggested
 from tierfs.cli.files.transfer import (
-    ContentSource,
-    ContentTarget,
-    LocalSource,
-    LocalTarget,
-    StoredSource,
-    StoredTarget,
+    Content,
+    fill_local,
+    fill_stored,
     known_size,
+    local_content,
+    stored_content,
     walk,
 )
 from tierfs.digest import DigestKind
@@ -132,25 +131,24 @@ class StorePlace:
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
-    def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
+    def contents(self) -> Iterator[tuple[str, Content | None]]:
         """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for entry in find(self.store, self.path):
             relative = self.relative(entry.path)
-            yield relative, None if entry.is_directory else StoredSource(self.store, entry)
+            yield relative, None if entry.is_directory else stored_content(self.store, entry)
 
-    def source(self) -> ContentSource:
+    def content(self) -> Content:
         """Return the content of the file here. Raises as `entry` does."""
-        return StoredSource(self.store, self.entry())
+        return stored_content(self.store, self.entry())
 
-    def target(self) -> ContentTarget:
-        """Return the target for a file's content.
-
-        Raises:
-            InvalidInputError: This place is the store's root.
-        """
+    def check_file(self) -> None:
+        """Check that a file can be here. Raise `InvalidInputError` for the store's root."""
         if not self.path:
             raise InvalidInputError(f"{self.url} is the root of a store: name a file in it", path=self.url)
-        return StoredTarget(self.store, self.path)
+
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None = None) -> None:
+        """Write the file here. Unless this returns, its previous content stays."""
+        fill_stored(self.store, self.path, pieces, metadata)
 
     def make_directory(self) -> None:
         make_directory(self.store, self.path, exist_ok=True)
@@ -188,16 +186,20 @@ class LocalPlace:
             path=self.url,
         )
 
-    def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
+    def contents(self) -> Iterator[tuple[str, Content | None]]:
         """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for relative, size in walk(self.url):
-            yield relative, None if size is None else LocalSource(os.path.join(self.url, relative), size)
+            yield relative, None if size is None else local_content(os.path.join(self.url, relative), size)
 
-    def source(self) -> ContentSource:
-        return LocalSource(self.url, known_size(self.url))
+    def content(self) -> Content:
+        return local_content(self.url, known_size(self.url))
 
-    def target(self) -> ContentTarget:
-        return LocalTarget(self.url)
+    def check_file(self) -> None:
+        """Do nothing: the filesystem says what cannot be a file."""
+
+    def fill(self, pieces: Iterable[memoryview], _metadata: Mapping[str, object] | None = None) -> None:
+        """Write the file here. Unless this returns, its previous content stays."""
+        fill_local(self.url, pieces)
 
     def make_directory(self) -> None:
         os.makedirs(self.url, exist_ok=True)

@@ -8,133 +8,83 @@ import select
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
 from tierfs.format.manifest import Manifest
 from tierfs.localfile import replacing, write_all
-from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
+from tierfs.store import Entry, Reader, Store, Writer, open_entry
 
 # Four chunks, which the reader fetches in parallel.
 WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSource:
-    """The content of a local file. ``size`` is None for a pipe or device, as `known_size` returns it."""
+class Content:
+    """The content of a file.
 
-    path: str
+    Attributes:
+        size: In bytes; None for a pipe or device, whose size is unknown until its end.
+        pieces: Yields the bytes in order. Each piece is valid until the next one is read.
+        metadata: Of a file in a store, as its user set it.
+        stored: The store and the path of a file in a store.
+    """
+
     size: int | None
+    pieces: Callable[[], Iterator[memoryview]]
     metadata: Mapping[str, object] | None = None
-
-    def pieces(self) -> Iterator[memoryview]:
-        with open(self.path, "rb", buffering=0) as file:
-            yield from _read_file(file)
+    stored: tuple[Store, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSource:
-    """The content of a stream that is read to its end, like stdin."""
+def local_content(path: str, size: int | None = None) -> Content:
+    """Return the content of a local file. The size of a pipe or device is None."""
 
-    stream: io.BufferedReader
-    size: int | None = None
-    metadata: Mapping[str, object] | None = None
+    def pieces() -> Iterator[memoryview]:
+        with open(path, "rb", buffering=0) as file:
+            yield from read_stream(file)
 
-    def pieces(self) -> Iterator[memoryview]:
-        yield from _read_file(self.stream)
+    return Content(size, pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSource:
-    """The content of a file in a store, at the version that a listing found."""
+def stored_content(store: Store, entry: Entry) -> Content:
+    """Return the content of a file in a store, at the version that a listing found."""
 
-    store: Store
-    entry: Entry
-
-    @property
-    def size(self) -> int:
-        return self.entry.length
-
-    @property
-    def metadata(self) -> Mapping[str, object] | None:
-        return self.entry.manifest.metadata if self.entry.manifest is not None else None
-
-    def pieces(self) -> Iterator[memoryview]:
-        reader = open_entry(self.store, self.entry)
+    def pieces() -> Iterator[memoryview]:
+        reader = open_entry(store, entry)
         return read_pieces(reader, 0, reader.length)
 
-
-@dataclass(frozen=True, slots=True)
-class LocalTarget:
-    """A local file, replaced when its content is complete."""
-
-    path: str
-
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        with replacing(self.path) as file:
-            for piece in pieces:
-                file.write(piece)
+    metadata = entry.manifest.metadata if entry.manifest is not None else None
+    return Content(entry.length, pieces, metadata, (store, entry.path))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTarget:
-    """A stream to write to, like stdout. Written bytes stay, also if a later write fails."""
-
-    stream: BinaryIO
-
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+def fill_local(path: str, pieces: Iterable[memoryview]) -> None:
+    """Write a local file. It is replaced when its content is complete."""
+    with replacing(path) as file:
         for piece in pieces:
-            write_all(self.stream, piece)
-        self.stream.flush()
+            file.write(piece)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTarget:
-    """A file in a store, published when its content is complete."""
-
-    store: Store
-    path: str
-
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> Manifest:
-        writer = Writer(self.store, self.path, metadata=metadata)
-        try:
-            for piece in pieces:
-                writer.write(piece)
-        except BaseException:
-            writer.abort()
-            raise
-        return writer.commit()
+def fill_stored(
+    store: Store, path: str, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None = None
+) -> Manifest:
+    """Write a file in a store. It is published when its content is complete."""
+    writer = Writer(store, path, metadata=metadata)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+    except BaseException:
+        writer.abort()
+        raise
+    return writer.commit()
 
 
-ContentSource: TypeAlias = LocalSource | StreamSource | StoredSource
-"""The content of a file. ``pieces`` yields it in order; each piece is valid until the caller asks for the next one."""
-ContentTarget: TypeAlias = LocalTarget | StreamTarget | StoredTarget
-"""A destination for the content of a file. Unless ``fill`` returns, the previous content stays."""
-
-
-def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[int], object]) -> None:
-    """Copy one file. A copy within a store writes a manifest and no data.
-
-    Args:
-        source: The content to copy.
-        target: Its previous content is replaced.
-        advance: Called with the number of bytes of each piece after it is written; for a copy within a store, first
-            with 0. An error that it raises ends the copy.
-    """
-    if isinstance(source, StoredSource) and isinstance(target, StoredTarget) and source.store is target.store:
-        advance(0)
-        copy(source.store, source.entry.path, target.path)
-        advance(source.size)
-        return
-
-    def counted() -> Iterator[memoryview]:
-        for piece in source.pieces():
-            yield piece
-            advance(len(piece))
-
-    target.fill(counted(), source.metadata)
+def fill_stream(stream: BinaryIO, pieces: Iterable[memoryview]) -> None:
+    """Write to a stream like stdout. Written bytes stay, also if a later write fails."""
+    for piece in pieces:
+        write_all(stream, piece)
+    stream.flush()
 
 
 def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
@@ -146,7 +96,8 @@ def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
         yield piece
 
 
-def _read_file(file: io.BufferedReader | io.FileIO) -> Iterator[memoryview]:
+def read_stream(file: io.BufferedReader | io.FileIO) -> Iterator[memoryview]:
+    """Yield the bytes of a stream, like stdin, to its end. A piece is valid until the next one is read."""
     with buffers().lend(CHUNK_BYTES) as buffer:
         while (count := file.readinto(buffer)) != 0:
             if count is None:  # another process made the pipe non-blocking, as ssh and node do
