@@ -35,7 +35,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.load.boxes import boxes_of
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, in_safetensors
-from tierfs.dcp.torch_format.checksums import problem_of
+from tierfs.dcp.torch_format.streams import problem_of
 from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, InvalidInputError, NotFoundError, StoreError
 from tierfs.session import parse_url
 from tierfs.store import delete, load, save

@@ -17,8 +17,7 @@ import pytest
 from tierfs import errors
 from tierfs.cli import app as frame
 from tierfs.cli import main
-from tierfs.cli.terminal.failures import describe
-from tierfs.cli.terminal.output import colored
+from tierfs.cli.terminal.output import colored, describe
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()

@@ -18,8 +18,7 @@ from support.waiting import HANG_S
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.files import parallel as _parallel
-from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.transfer import FILES_AT_ONCE, Stopped, run_in_parallel
 from tierfs.errors import StoreError
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, save
@@ -339,8 +338,8 @@ def test_a_failing_upload_publishes_nothing_and_stops_the_others(url, tmp_path, 
 
 
 def test_several_tasks_run_at_once_and_the_first_error_ends_all():
-    meeting = threading.Barrier(_parallel.FILES_AT_ONCE, timeout=HANG_S)
-    run_in_parallel(lambda _item, _stop: meeting.wait(), range(_parallel.FILES_AT_ONCE))
+    meeting = threading.Barrier(FILES_AT_ONCE, timeout=HANG_S)
+    run_in_parallel(lambda _item, _stop: meeting.wait(), range(FILES_AT_ONCE))
 
     ended = []
 
@@ -353,4 +352,4 @@ def test_several_tasks_run_at_once_and_the_first_error_ends_all():
 
     with pytest.raises(ValueError, match="first"):
         run_in_parallel(task, range(100))
-    assert len(ended) < _parallel.FILES_AT_ONCE
+    assert len(ended) < FILES_AT_ONCE

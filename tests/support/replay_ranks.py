@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.replay_cases import FEATURES, Training
 from support.waiting import HANG_S
-from tierfs.checkpoint.replayed import logged_steps
+from tierfs.checkpoint.notes import logged_steps
 from tierfs.session import open_store, parse_url
 from tierfs.store import stat
 from tierfs.train import Manager, Replay

@@ -12,7 +12,7 @@ import torch
 from support.replay_cases import FEATURES, GROUP_AT, PAIRS, Training
 from support.zygote import Zygote
 
-from tierfs.checkpoint.replayed import logged_steps
+from tierfs.checkpoint.notes import logged_steps
 from tierfs.cli import main
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
 from tierfs.errors import InvalidInputError, NotFoundError

@@ -9,7 +9,7 @@ import pytest
 from support.forked import in_child
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.signals import Signals
+from tierfs.train.decider import Signals
 
 
 @pytest.fixture

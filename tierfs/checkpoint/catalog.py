@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfs.checkpoint.notes import DAMAGED, METRICS, line_of, metrics_of, read_lines
-from tierfs.checkpoint.replayed import DIRECTORY, count_after, parse
+from tierfs.checkpoint.notes import DAMAGED, DIRECTORY, METRICS, count_after, line_of, metrics_of, parse, read_lines
 from tierfs.dcp.facts import Facts, read_announced_facts, read_facts
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
@@ -36,7 +35,7 @@ class Candidate:
         announced: Paths of the files that announce saves which are not published yet.
         unsaid: Ranks that have shard files and no metadata, in a checkpoint whose ranks saved on their own.
         listed: The files in the directory, by name, if it was listed.
-        logged: The number of files of logged steps after it: see `tierfs.checkpoint.replayed`.
+        logged: The number of files of logged steps after it: see `tierfs.checkpoint.notes`.
     """
 
     directory: str

@@ -29,7 +29,7 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
-from tierfs.dcp.torch_format.checksums import has_raw_records, problem_of
+from tierfs.dcp.torch_format.streams import has_raw_records, problem_of
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 

@@ -6,8 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
-from tierfs.checkpoint.notes import FILES, METRICS, NOTES, PINNED, Lines, metrics_of, object_in, read_lines
-from tierfs.checkpoint.replayed import remove_logged
+from tierfs.checkpoint.notes import (
+    FILES,
+    METRICS,
+    NOTES,
+    PINNED,
+    Lines,
+    metrics_of,
+    object_in,
+    read_lines,
+    remove_logged,
+)
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.facts import read_facts
 from tierfs.errors import ConflictError, NotFoundError

@@ -18,9 +18,8 @@ from typing import NoReturn, TypeVar
 
 from tierfs import __version__
 from tierfs.cli.arguments import Arguments, Command, add_arguments, loaded
-from tierfs.cli.terminal.failures import Failure, describe
 from tierfs.cli.terminal.log import logging_to_stderr
-from tierfs.cli.terminal.output import add_json_argument, align, colored, print_json, printable
+from tierfs.cli.terminal.output import Failure, add_json_argument, align, colored, describe, print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
 
 GROUPS = {

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from tierfs import store as verbs
 from tierfs.errors import TierfsError
 from tierfs.host.pending.record import local_name
-from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Node
 from tierfs.mount.state import MountState
+from tierfs.mount.wire import refusal
 from tierfs.store.read.reader import expand_rows
 
 PREFIX = "user.tierfs."

@@ -18,12 +18,11 @@ from tierfs import store as verbs
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.mount.attributes import attributes_of, with_posix
-from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, NodeState, version_of
 from tierfs.mount.reading import ReadAhead, Views
 from tierfs.mount.staging import AHEAD_MAX, Change, StagedInode, replaces
 from tierfs.mount.state import MountState
-from tierfs.mount.wire import SetAttr, Valid
+from tierfs.mount.wire import SetAttr, Valid, refusal
 from tierfs.store import Entry, WriteMode, Writer
 from tierfs.store.write.staging import is_staged
 from tierfs.units import format_bytes

@@ -9,14 +9,13 @@ from typing import TypeAlias
 
 from tierfs.format.keys import inside
 from tierfs.mount import wire
-from tierfs.mount.errnos import refusal
 from tierfs.mount.extended import Extended
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node
 from tierfs.mount.reading import Views
 from tierfs.mount.state import MountState
 from tierfs.mount.tree import NAME_MAX, NameTree
-from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr
+from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr, refusal
 
 Answer: TypeAlias = "bytes | Views | None"
 NO_ANSWER = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tierfs.mount.errnos import errno_of, refusal
 from tierfs.mount.reading import Views
 from tierfs.mount.requests import NO_ANSWER, SLOW, Answer, name_of
-from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Opcode, RequestHeader
+from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Opcode, RequestHeader, errno_of, refusal
 from tierfs.threads import start_daemon
 
 THREADS_FIRST = 2

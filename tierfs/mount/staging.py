@@ -26,7 +26,7 @@ from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import TierfsError
 from tierfs.format.manifest import Manifest
-from tierfs.mount.errnos import refusal
+from tierfs.mount.wire import refusal
 from tierfs.store import Reader, Writer
 
 COPY_BYTES = 8 << 20

@@ -29,11 +29,10 @@ from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import Manifest
 from tierfs.mount.attributes import DIRECTORY_MODE, new_attributes, with_posix
-from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node, NodeState, version_of
 from tierfs.mount.state import MountState
-from tierfs.mount.wire import SetAttr, Valid
+from tierfs.mount.wire import SetAttr, Valid, refusal
 from tierfs.store import Entry, WriteMode
 from tierfs.store.offline import ask
 from tierfs.store.tree.records import observe_marker

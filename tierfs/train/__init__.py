@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.retention import Best, Every, Geometric, KeepPolicy, Latest, Within
+    from tierfs.train.decider import outlive_signals
     from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, Preemption, SavePolicy, YoungDaly
     from tierfs.train.proof import ResumeReport
     from tierfs.train.replay.policy import Replay
     from tierfs.train.restore import Restored
-    from tierfs.train.signals import outlive_signals
     from tierfs.train.state import TrainState
 
 __all__ = [
@@ -56,7 +56,7 @@ _HOMES = {
     "TrainState": "tierfs.train.state",
     "Within": _RETENTION,
     "YoungDaly": "tierfs.train.policies",
-    "outlive_signals": "tierfs.train.signals",
+    "outlive_signals": "tierfs.train.decider",
 }
 
 

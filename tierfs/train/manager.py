@@ -21,7 +21,6 @@ from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.train.agree import Agreed, World
-from tierfs.train.course import Course
 from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
 from tierfs.train.handle import FailedSave, Health, SaveHandle, SaveOrder
 from tierfs.train.policies import Preemption, as_save_policies
@@ -32,7 +31,7 @@ from tierfs.train.replay.recorder import Recorder
 from tierfs.train.restore import ACCEPTED, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
-from tierfs.train.save import Files, RunWriter, SaveThread
+from tierfs.train.save import Course, Files, RunWriter, SaveThread
 from tierfs.train.state import as_state
 from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 

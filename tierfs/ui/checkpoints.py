@@ -12,8 +12,8 @@ from tierfs.checkpoint.notes import DAMAGED, NOTES, Lines, read_lines
 from tierfs.checkpoint.prune import check_metrics, facts_of
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.cli.commands._checkpoint_catalog import list_document, order
-from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace
+from tierfs.cli.files.transfer import run_in_parallel
 from tierfs.format.checkpoint import ROOT, is_save_id
 from tierfs.format.keys import inside, is_at_or_below
 from tierfs.host.pending.levels import Level

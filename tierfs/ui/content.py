@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierfs.checkpoint.catalog import candidates
 from tierfs.checkpoint.diff import compare
@@ -14,7 +14,9 @@ from tierfs.cli.files.places import StorePlace
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.train.run import RunDirectory
-from tierfs.ui.jobs import Job
+
+if TYPE_CHECKING:
+    from tierfs.ui.server import Job
 
 
 def show(place: StorePlace, job: Job, *, codecs: bool) -> dict[str, Any]:

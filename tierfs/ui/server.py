@@ -8,11 +8,17 @@ import importlib
 import json
 import secrets
 import socket
+import threading
+import time
 import webbrowser
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from html import escape
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import uvicorn
@@ -30,14 +36,108 @@ from tierfs.cli.arguments import require_torch
 from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.commands.checkpoint import decision_document
 from tierfs.cli.files.places import StorePlace
-from tierfs.cli.terminal.failures import describe
+from tierfs.cli.terminal.output import describe
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.format.keys import is_at_or_below
+from tierfs.threads import start_daemon
 from tierfs.ui import files
-from tierfs.ui.jobs import Jobs
-from tierfs.ui.plain import plain_page
 from tierfs.ui.security import Guard, is_loopback
 from tierfs.ui.view import StoreView
+from tierfs.units import format_bytes
+
+KEPT_MAX = 32
+ABANDONED_S = 15.0  # a job that no client has asked for in this time ends at its next step
+WAIT_S = 1.0  # of a request for the result, before it gets the progress instead
+Task: TypeAlias = "Callable[[Job], dict[str, Any]]"
+
+
+class Job:
+    """One piece of work, and its result or error."""
+
+    def __init__(self) -> None:
+        self.done = self.total = 0  # in bytes or items
+        self.result: Future[dict[str, Any]] = Future()
+        self.asked_s = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """Count finished work. Raises `CancelledError` if no client waits for the rest."""
+        self.done += count
+        if time.monotonic() - self.asked_s > ABANDONED_S:
+            raise CancelledError
+
+    def run(self, task: Task, turn: threading.Lock) -> None:
+        """Do the work when it is its turn."""
+        try:
+            with turn:
+                self.advance(0)
+                self.result.set_result(task(self))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
+            self.result.set_exception(error)
+
+
+class Jobs:
+    """Runs one job at a time, and keeps the results of the last `KEPT_MAX` ones."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[Hashable, Job] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+
+    def answer(self, key: Hashable, task: Task) -> tuple[int, dict[str, Any]]:
+        """Return an HTTP status and the result, or after `WAIT_S` seconds the progress. A failed job is done again.
+
+        Raises:
+            TierfsError, OSError: Raised by the job.
+        """
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None or (job.result.done() and job.result.exception()):
+                job = self._jobs[key] = Job()
+                start_daemon(job.run, task, self._turn, name="ui-job")
+            self._jobs.move_to_end(key)
+            while len(self._jobs) > KEPT_MAX:
+                self._jobs.popitem(last=False)
+        job.asked_s = time.monotonic()
+        try:
+            return 200, job.result.result(WAIT_S)
+        except FutureTimeoutError:
+            return 202, {"running": True, "done": job.done, "total": job.total}
+
+
+ROWS_MAX = 500
+_ALARMS = ("severity", "what", "do", "command")
+_TIERS = ("tier", "used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes", "gives")
+_CHECKPOINTS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
+_SIZES = {*_TIERS[1:5], "size", "stored"}
+_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>
+<body class="plain"><main><p><a href="/">The page with live figures</a></p>"""
+
+
+def plain_page(stores: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """Return the page for stores, each with its status and its list of checkpoints."""
+    return _HEAD + "".join(_store(*store) for store in stores) + "</main></body></html>"
+
+
+def _store(status: Mapping[str, Any], listed: Mapping[str, Any]) -> str:
+    report, rows = status["report"] or {"tiers": {}, "queue_files": 0, "queue_bytes": 0}, listed["checkpoints"]
+    tiers = [{"tier": tier, **values} for tier, values in report["tiers"].items()]
+    queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])} wait for the object tier."
+    more = f"{len(rows)} checkpoints" + (f", of which these are the first {ROWS_MAX}" if len(rows) > ROWS_MAX else "")
+    tables = (("Alarms", _ALARMS, status["alarms"]), ("Tiers", _TIERS, tiers), (more, _CHECKPOINTS, rows[:ROWS_MAX]))
+    return f"<h1>{escape(status['url'])}</h1><p>{queue}</p>" + "".join(_table(*each) for each in tables)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f'<th scope="col">{name.removesuffix("_bytes")}</th>' for name in columns)
+    body = "".join(f"<tr>{''.join(_cell(row.get(name), name) for name in columns)}</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any, name: str) -> str:
+    text = "" if value is None else format_bytes(value) if name in _SIZES else str(value)
+    return f"<td>{escape(text)}</td>"
+
 
 STATIC = Path(__file__).parent / "static"
 TICK_S, BEAT_TICKS = 0.5, 2  # every second an event stream says that the server lives

@@ -12,7 +12,7 @@ from typing import Any
 from tierfs.checkpoint.retention import Rule
 from tierfs.cli.commands.status import UploadRate
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.terminal.failures import describe
+from tierfs.cli.terminal.output import describe
 from tierfs.errors import TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import status

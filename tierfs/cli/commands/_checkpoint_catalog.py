@@ -10,8 +10,8 @@ from typing import cast
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, natural_key, standing
 from tierfs.cli.arguments import require_seconds, suggested
-from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, requests_of, store_place
+from tierfs.cli.files.transfer import run_in_parallel
 from tierfs.cli.terminal.output import align, format_time, print_json, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, NotFoundError

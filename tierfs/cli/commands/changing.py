@@ -13,19 +13,21 @@ from functools import partial
 from typing import cast
 
 from tierfs.cli.arguments import PLACE, command, progress_option, suggested
-from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import LocalPlace, Place, StorePlace, any_place, kind_of, sent_bytes, store_place
-from tierfs.cli.files.selection import SELECTION, Selection, places_of, sources_of
 from tierfs.cli.files.targets import (
+    SELECTION,
     TARGET,
+    Selection,
     clash,
     final_place,
+    places_of,
     refuse_below_file,
     refuse_foreign_files,
     remove_directories,
+    sources_of,
     target_of,
 )
-from tierfs.cli.files.transfer import Content, fill_stream, read_stream
+from tierfs.cli.files.transfer import Content, Stopped, fill_stream, read_stream, run_in_parallel
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError

@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple
 from tierfs import __version__, kernels
 from tierfs.cli.arguments import command
 from tierfs.cli.commands.about import installed_version
-from tierfs.cli.terminal.failures import describe
-from tierfs.cli.terminal.output import align, print_result, printable
+from tierfs.cli.terminal.output import align, describe, print_result, printable
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import check_private, filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory

@@ -25,9 +25,8 @@ from tierfs.cli.files.mirror import (
     remove_files,
     scan,
 )
-from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.files.transfer import read_pieces
+from tierfs.cli.files.transfer import Stopped, read_pieces, run_in_parallel
 from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError

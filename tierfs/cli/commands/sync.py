@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tierfs.cli.arguments import URL, command, progress_option, suggested
 from tierfs.cli.files.mirror import LocalTree, MirrorRecord, Synced, content_of, holds, pieces_of, scan_source
-from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, sent_bytes, store_place
-from tierfs.cli.files.selection import SELECTION, Selection
-from tierfs.cli.files.targets import refuse_below_file, refuse_foreign_files, remove_directories
-from tierfs.cli.files.transfer import fill_stored, local_content
+from tierfs.cli.files.targets import SELECTION, Selection, refuse_below_file, refuse_foreign_files, remove_directories
+from tierfs.cli.files.transfer import Stopped, fill_stored, local_content, run_in_parallel
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError

@@ -25,7 +25,7 @@ from tierfs.dcp.load.gpu_chunks import GpuChunks, Uploads
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.tensorbytes import has_shared_elements, is_quantized, lacks_quantizer, narrowed, plain_bytes
-from tierfs.dcp.torch_format.checksums import check_checksums
+from tierfs.dcp.torch_format.streams import check_checksums
 from tierfs.device.accelerator import GPU_FAILURES, accelerator_of
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError

@@ -20,9 +20,8 @@ from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.load.items import ItemReader, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.tensorbytes import in_safetensors, narrowed, writable_bytes
-from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.metadata import StockPlace
-from tierfs.dcp.torch_format.streams import ReadStream
+from tierfs.dcp.torch_format.streams import ReadStream, check_checksums
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 
 BATCH_BYTES_MAX = 256 << 20

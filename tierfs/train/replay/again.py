@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tierfs.checkpoint.replayed import LoggedStep, logged_steps
+from tierfs.checkpoint.notes import LoggedStep, logged_steps
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level

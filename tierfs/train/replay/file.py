@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tierfs.checkpoint.replayed import LoggedStep
+from tierfs.checkpoint.notes import LoggedStep
 from tierfs.codec.layout.safetensors import read_table
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import commit_shard

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tierfs.checkpoint.replayed import LoggedStep, logged_steps
+from tierfs.checkpoint.notes import LoggedStep, logged_steps
 from tierfs.clock import boot_id
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import copy_in
