@@ -3,7 +3,7 @@
 import pytest
 
 from tierfs.cli.app import COMMANDS
-from tierfs.ui.alarms import NOTE, PROBLEM, alarms_in
+from tierfs.ui.view import NOTE, PROBLEM, alarms_in
 
 NOW_S = 1_800_000_000.0
 DAY_NS = 86400 * 10**9
