@@ -82,10 +82,9 @@ _MODULES = {
     "tierfs.cli.commands.changing": ("cp", "mv", "rm"),
     "tierfs.cli.commands.mounts": ("mount", "umount", "serve"),
     "tierfs.cli.commands.local": ("wait", "prefetch", "evict", "forget"),
-    "tierfs.cli.commands.stores": ("init", "probe", "gc"),
+    "tierfs.cli.commands.stores": ("init", "probe", "prune", "gc"),
     "tierfs.cli.commands.damage": ("verify", "scrub", "repair"),
     "tierfs.cli.commands.about": ("version", "completion"),
-    "tierfs.cli.commands.checkpoint": ("checkpoint", "prune"),
     "tierfs.ui.command": ("ui",),  # in a higher layer: it shows what other commands print
 }
 """The commands of each module. Every other command is in the module of its name."""

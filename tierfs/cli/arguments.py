@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
+from tierfs.units import parse_size
 
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
@@ -65,13 +66,13 @@ def command(
     return register
 
 
-_USAGE = re.compile(r"((?:-\S+ ?)+|[a-z]+ )(?:([A-Z]+|\{.+\})(\.\.\.|[?*+])?(?::(int|float))?(?:=(.+))?)?")
+_USAGE = re.compile(r"((?:-\S+ ?)+|[a-z]+ )(?:([A-Z]+|\{.+\})(\.\.\.|[?*+])?(?::(int|float|size))?(?:=(.+))?)?")
 
 
 def add_arguments(parser: argparse._ActionsContainer, arguments: Mapping[str, str]) -> None:
     """Declare arguments, each by its usage and its help text.
 
-    A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``,
+    A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``, ``--length N:size``,
     ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``. A usage that begins with the
     name of an attribute, like ``directory DIR``, is a positional argument. It may end with ``?``, ``*`` or ``+``.
     """
@@ -87,10 +88,17 @@ def add_arguments(parser: argparse._ActionsContainer, arguments: Mapping[str, st
         elif value.startswith("{"):
             how |= {"choices": value[1:-1].split(","), "default": default}
         else:
-            convert = {None: str, "int": int, "float": float}[kind]
+            convert: Callable[[str], Any] = {None: str, "int": int, "float": float, "size": _size}[kind]
             how |= {"metavar": value, "type": convert, "default": None if default is None else convert(default)}
             how |= {"nargs": many} if many else {}
         parser.add_argument(*names.split(), **how)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 URL = {"url URL": PLACE}

@@ -137,7 +137,6 @@ def _is_taken(number: int) -> bool:
     return not isinstance(called, Signals) or called._notes
 
 
-_logger = logging.getLogger("tierfs.train")
 LIGHT, FULL = 1, 2
 """The kinds of saves. If ranks ask for both, they make the full one."""
 RESERVED = 0.2

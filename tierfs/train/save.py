@@ -122,7 +122,6 @@ class Course:
 Files = Callable[[int, Mapping[str, str]], Mapping[str, bytes]]
 SLOWEST_COUNTS = 0.9
 """A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""
-_logger = logging.getLogger("tierfs.train")
 
 
 class RunWriter(TierWriter):

@@ -34,7 +34,7 @@ from tierfs import __version__
 from tierfs.checkpoint.retention import Rule, parse_rule
 from tierfs.cli.arguments import require_torch
 from tierfs.cli.commands._status_prometheus import exposition
-from tierfs.cli.commands.checkpoint import decision_document
+from tierfs.cli.commands.stores import decision_document
 from tierfs.cli.files.places import StorePlace
 from tierfs.cli.terminal.output import describe
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, TierfsError

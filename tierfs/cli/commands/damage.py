@@ -8,14 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import (
-    URL,
-    command,
-    progress_option,
-    replicas_option,
-    require_seconds,
-    suggested,
-)
+from tierfs.cli.arguments import URL, command, progress_option, replicas_option, require_seconds, suggested
 from tierfs.cli.executors import EXECUTOR, open_executor
 from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import print_result, printable

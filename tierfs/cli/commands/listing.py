@@ -18,7 +18,7 @@ from tierfs.format.keys import chunk_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store import Entry, find, list_directory, open_entry, usage
 from tierfs.store.read.reader import expand_rows
-from tierfs.units import format_bytes, parse_size
+from tierfs.units import format_bytes
 
 
 @command(
@@ -185,8 +185,8 @@ def _shown_value(name: str, value: object) -> str:
     """,
     URL,
     {
-        "--offset N=0": "first byte, counted from 0 (default: 0)",
-        "--length N": "number of bytes at most (default: to the end)",
+        "--offset N:size=0": "first byte, counted from 0 (default: 0)",
+        "--length N:size": "number of bytes at most (default: to the end)",
     },
     without_json,
 )
@@ -197,9 +197,8 @@ def run_cat(arguments: argparse.Namespace) -> int:
     if entry.is_directory:
         raise InvalidInputError(f"{place.url} is a directory: {suggested('ls', place.url)} lists it", path=place.url)
     reader = open_entry(place.store, entry)
-    start = min(parse_size(arguments.offset), reader.length)
-    length = reader.length if arguments.length is None else parse_size(arguments.length)
-    stop = min(start + length, reader.length)
+    start = min(arguments.offset, reader.length)
+    stop = reader.length if arguments.length is None else min(start + arguments.length, reader.length)
     fill_stream(sys.stdout.buffer, read_pieces(reader, start, stop))
     return 0
 

@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tierfs.cli.arguments import suggested
-from tierfs.cli.files.transfer import (
-    Content,
-    fill_local,
-    fill_stored,
-    known_size,
-    local_content,
-    stored_content,
-    walk,
-)
+from tierfs.cli.files.transfer import Content, fill_local, fill_stored, known_size, local_content, stored_content, walk
 from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
