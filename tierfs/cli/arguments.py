@@ -88,7 +88,7 @@ def add_arguments(parser: argparse._ActionsContainer, arguments: Mapping[str, st
         elif value.startswith("{"):
             how |= {"choices": value[1:-1].split(","), "default": default}
         else:
-            convert: Callable[[str], Any] = {None: str, "int": int, "float": float, "size": _size}[kind]
+            convert = _KINDS[kind]
             how |= {"metavar": value, "type": convert, "default": None if default is None else convert(default)}
             how |= {"nargs": many} if many else {}
         parser.add_argument(*names.split(), **how)
@@ -101,6 +101,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+_KINDS: dict[str | None, Callable[[str], Any]] = {None: str, "int": int, "float": float, "size": _size}
 URL = {"url URL": PLACE}
 TIER = {"--tier {ram,nvme}=nvme": "the host's shared memory, or its disk (default: nvme)"}
 
