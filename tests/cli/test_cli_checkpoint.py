@@ -185,7 +185,7 @@ def test_show_names_tensors_and_where_they_lie(step_10, told, tell):
 
 
 def test_show_tells_what_a_tier_of_this_host_holds(url, monkeypatch, tmp_path):
-    from tierfs.checkpoint.placement import Placement
+    from tierfs.cli.commands._checkpoint_content import Placement
     from tierfs.dcp.checkpoint import open_checkpoint
 
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))

@@ -10,8 +10,8 @@ from support.waiting import until
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.terminal import log
 from tierfs.cli.terminal import progress as module
+from tierfs.cli.terminal.output import logging_to_stderr
 from tierfs.cli.terminal.progress import Progress
 
 MIB = 1024 * 1024
@@ -81,7 +81,7 @@ def test_a_line_without_numbers_is_gone_in_the_end(monkeypatch):
 
 def test_a_log_line_stands_above_the_progress(monkeypatch):
     terminal = on_terminal(monkeypatch, Terminal())
-    with log.logging_to_stderr(), Progress("verify") as progress:
+    with logging_to_stderr(), Progress("verify") as progress:
         progress.advance(MIB)
         until(lambda: "1 MiB" in terminal.getvalue())
         logging.getLogger("tierfs.objects").warning("[red] again" * 20)

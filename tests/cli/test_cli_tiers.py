@@ -733,7 +733,7 @@ def test_tierfs_log_that_names_something_else_is_an_error(wish, monkeypatch, cap
 def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, capsys):
     import logging
 
-    from tierfs.cli.terminal.log import logging_to_stderr
+    from tierfs.cli.terminal.output import logging_to_stderr
 
     with logging_to_stderr(format="logfmt"):
         try:
@@ -748,7 +748,7 @@ def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, c
 def test_a_disk_without_room_for_the_log_does_not_end_the_work_that_is_told_of(monkeypatch, tmp_path):
     import logging
 
-    from tierfs.cli.terminal.log import logging_to_stderr
+    from tierfs.cli.terminal.output import logging_to_stderr
 
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", full)

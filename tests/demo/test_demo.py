@@ -18,9 +18,8 @@ from support.waiting import HANG_S, until
 
 from tierfs.cli.app import build_parser
 from tierfs.cli.commands import demo
-from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
-from tierfs.demo.story import Demo, DemoRun
+from tierfs.demo.story import Demo, DemoRun, RankGroup
 from tierfs.errors import AlreadyExistsError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.host.local_state import local_stores
 from tierfs.session import init, open_store, parse_url
@@ -30,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ("--params", "200k", "--steps", "6", "--every", "2")
 START_RANKS_AND_WAIT = """
 import sys, time
-from tierfs.demo.ranks import RankGroup
+from tierfs.demo.story import RankGroup
 options = ["--url", sys.argv[1], "--steps", "100000", "--every", "100000", "--params", "200000"]
 with RankGroup("run", options, world_size=2, timeout_s=200) as ranks:
     print("started", flush=True)

@@ -22,8 +22,8 @@ from tierfs.errors import (
     StoreError,
 )
 from tierfs.mount import process, wire
-from tierfs.mount.extended import FLUSH
 from tierfs.mount.process import refuse_own_places
+from tierfs.mount.requests import FLUSH
 from tierfs.mount.server import Server
 from tierfs.mount.wire import Opcode, Valid, errno_of
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault

@@ -11,8 +11,8 @@ import pytest
 
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.mount import attachment, mounting
-from tierfs.mount.extended import FLUSH
 from tierfs.mount.mounting import _is_ready
+from tierfs.mount.requests import FLUSH
 
 
 def test_a_descriptor_above_1023_is_waited_for():

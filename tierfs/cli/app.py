@@ -18,8 +18,16 @@ from typing import NoReturn, TypeVar
 
 from tierfs import __version__
 from tierfs.cli.arguments import Arguments, Command, add_arguments, loaded
-from tierfs.cli.terminal.log import logging_to_stderr
-from tierfs.cli.terminal.output import Failure, add_json_argument, align, colored, describe, print_json, printable
+from tierfs.cli.terminal.output import (
+    Failure,
+    add_json_argument,
+    align,
+    colored,
+    describe,
+    logging_to_stderr,
+    print_json,
+    printable,
+)
 from tierfs.errors import InvalidInputError, TierfsError
 
 GROUPS = {

@@ -6,18 +6,22 @@ Cheap to import: ``--help`` and the flusher load it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 from tierfs.units import parse_size
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
@@ -165,3 +169,72 @@ def require_torch(task: str) -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise InvalidInputError(f"{task} with torch, which is not installed: pip install 'tierfs[torch]'")
+
+
+PROCESSES_MAX = 1024
+
+
+EXECUTOR = {
+    "--executor WHERE": "spread the work: processes:N on this host, dask:ADDRESS of a Dask scheduler, or mpi under mpiexec -m mpi4py.futures (default: in this process)",
+}
+
+
+@contextlib.contextmanager
+def open_executor(text: str | None) -> Iterator[tuple[Executor | None, int]]:
+    """Open the executor that ``--executor`` names, for the duration of a ``with`` block.
+
+    A function that it runs opens its store by URL in its own process. It depends only on its arguments, so the executor
+    may run it again elsewhere.
+
+    Yields:
+        The executor, and the number of pieces that it runs at once. Without the option, the executor is None, and the
+        work runs in this process.
+
+    Raises:
+        InvalidInputError: The option's value is invalid, or the package that it needs is not installed.
+    """
+    if text is None:
+        yield None, 1
+        return
+    name, _, argument = text.partition(":")
+    with contextlib.ExitStack() as opened:
+        if name == "processes":
+            if not argument.isdecimal() or not 1 <= int(argument) <= PROCESSES_MAX:
+                raise InvalidInputError(f"--executor {text}: write processes:N, N from 1 to {PROCESSES_MAX}")
+            yield opened.enter_context(_processes(int(argument))), int(argument)
+        elif name == "dask":
+            yield _dask(argument, opened)
+        elif name == "mpi":
+            yield _mpi(opened)
+        else:
+            raise InvalidInputError(f"--executor {text}: choose processes:N, dask:ADDRESS or mpi")
+
+
+def _processes(count: int) -> Executor:
+    import multiprocessing  # noqa: PLC0415 - only this option needs it
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
+
+    # A forked child would inherit locks that other threads of this process hold.
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _dask(address: str, opened: contextlib.ExitStack) -> tuple[Executor, int]:
+    try:
+        from distributed import Client  # noqa: PLC0415 - the package is optional
+    except ImportError as error:
+        raise InvalidInputError(f"--executor dask needs the package distributed: {error}") from error
+    if not address:
+        raise InvalidInputError("--executor dask: write dask:tcp://HOST:PORT of the scheduler")
+    client = opened.enter_context(Client(address))
+    # Dask runs a piece again, at most twice, if its worker is lost.
+    return client.get_executor(retries=2, pure=False), max(1, sum(client.ncores().values()))
+
+
+def _mpi(opened: contextlib.ExitStack) -> tuple[Executor, int]:
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - the package is optional
+        from mpi4py.futures import MPIPoolExecutor  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        raise InvalidInputError(f"--executor mpi needs mpi4py and an MPI library: {error}") from error
+    executor = opened.enter_context(MPIPoolExecutor())
+    return executor, max(1, MPI.COMM_WORLD.Get_size() - 1)

@@ -1,4 +1,4 @@
-"""One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.demo.ranks`.
+"""One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.demo.story`.
 
 Train a small GPT deterministically under FSDP2 on gloo, with a `tierfs.train.Manager` that saves during training.
 Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from

@@ -22,8 +22,8 @@ from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
 from tierfs.mount.attachment import KIND, detach, mounted_at
-from tierfs.mount.extended import FLUSH, PREFIX
 from tierfs.mount.process import FLUSH_S, MountOptions
+from tierfs.mount.requests import FLUSH, PREFIX
 from tierfs.session import TierOptions
 
 START_S = 60.0

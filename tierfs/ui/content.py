@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.checkpoint.catalog import candidates
 from tierfs.checkpoint.diff import compare
-from tierfs.checkpoint.placement import Placement
-from tierfs.cli.commands._checkpoint_content import content_document, describe_tensors, difference_document
+from tierfs.cli.commands._checkpoint_content import Placement, content_document, describe_tensors, difference_document
 from tierfs.cli.files.places import StorePlace
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError

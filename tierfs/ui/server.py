@@ -12,7 +12,7 @@ import threading
 import time
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from html import escape
@@ -34,16 +34,76 @@ from tierfs import __version__
 from tierfs.checkpoint.retention import Rule, parse_rule
 from tierfs.cli.arguments import require_torch
 from tierfs.cli.commands._status_prometheus import exposition
+from tierfs.cli.commands.listing import entry_document
 from tierfs.cli.commands.stores import decision_document
 from tierfs.cli.files.places import StorePlace
 from tierfs.cli.terminal.output import describe
+from tierfs.codec.layout.safetensors import read_table
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.format.keys import is_at_or_below
+from tierfs.store import Entry, level_of, list_directory, open_entry
 from tierfs.threads import start_daemon
-from tierfs.ui import files
 from tierfs.ui.security import Guard, is_loopback
 from tierfs.ui.view import StoreView
 from tierfs.units import format_bytes
+
+TEXT_BYTES_MAX = 64 << 10
+ENTRIES_MAX = 5000
+PIECE_BYTES = 1 << 20
+
+
+def directory(place: StorePlace) -> dict[str, Any]:
+    """Return the output of ``tierfs ls --json`` with the level of each file, for at most `ENTRIES_MAX` entries."""
+    with place.must_exist():
+        entries = list_directory(place.store, place.path)
+    listed = [
+        {**entry_document(place, entry), "path": entry.path, "level": _level(place, entry)}
+        for entry in entries[:ENTRIES_MAX]
+    ]
+    return {"url": place.url, "path": place.path, "entries": listed, "left_out": len(entries) - len(listed)}
+
+
+def _level(place: StorePlace, entry: Entry) -> str | None:
+    """Return the level of a file; ``None`` for a directory, or if it was deleted since the listing."""
+    try:
+        return None if entry.is_directory else level_of(place.store, entry.path).label
+    except NotFoundError:
+        return None
+
+
+def preview(place: StorePlace) -> dict[str, Any]:
+    """Return the table of a safetensors file, or up to `TEXT_BYTES_MAX` bytes of text.
+
+    Returns:
+        ``kind``: ``safetensors`` with ``tensors``, ``text`` with ``text`` and ``is_whole``, or ``binary``.
+    """
+    reader = open_entry(place.store, place.entry(), exact=True)
+    if place.path.endswith(".safetensors"):
+        table, begin = read_table(reader.read_into, reader.length, place.url)
+        tensors = [
+            {"name": name, "dtype": each.dtype, "shape": each.shape, "at": begin + each.at, "size": each.length}
+            for name, each in table.items()
+        ]
+        return {"path": place.path, "kind": "safetensors", "tensors": tensors}
+    head = bytearray(min(reader.length, TEXT_BYTES_MAX))
+    reader.read_into(0, memoryview(head))
+    text, is_whole = head.decode(errors="replace"), len(head) == reader.length
+    # A character may be cut at the end.
+    is_text = "\0" not in text and "\ufffd" not in (text if is_whole else text[:-1])
+    return {
+        "path": place.path,
+        **({"kind": "text", "text": text, "is_whole": is_whole} if is_text else {"kind": "binary"}),
+    }
+
+
+def pieces(place: StorePlace, entry: Entry) -> Iterator[bytes]:
+    """Yield a file's bytes, verified. Raises `TierfsError` in the middle if bytes are damaged."""
+    reader = open_entry(place.store, entry)
+    for at in range(0, reader.length, PIECE_BYTES):
+        piece = bytearray(min(PIECE_BYTES, reader.length - at))
+        reader.read_into(at, memoryview(piece))
+        yield bytes(piece)
+
 
 KEPT_MAX = 32
 ABANDONED_S = 15.0  # a job that no client has asked for in this time ends at its next step
@@ -171,8 +231,8 @@ class Page:
             "/api/checkpoint.json": self._checkpoint,
             "/api/diff.json": self._diff,
             "/api/times.json": self._times,
-            "/api/files.json": lambda request: _json(files.directory(self._place(request))),
-            "/api/preview.json": lambda request: _json(files.preview(self._place(request))),
+            "/api/files.json": lambda request: _json(directory(self._place(request))),
+            "/api/preview.json": lambda request: _json(preview(self._place(request))),
         }
         routes = [Route(path, _with_errors(answer)) for path, answer in answers.items()]
         return [*routes, Route("/api/events", self._events), Mount("/static", StaticFiles(directory=STATIC))]
@@ -240,7 +300,7 @@ class Page:
             raise InvalidInputError(f"{place.url} is a directory", path=place.url)
         named = f"attachment; filename*=UTF-8''{quote(place.name, safe='')}"
         headers = {"Content-Disposition": named, "Content-Length": str(entry.length)}
-        return StreamingResponse(files.pieces(place, entry), headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(pieces(place, entry), headers=headers, media_type="application/octet-stream")
 
     async def _events(self, _request: Request) -> Response:
         return StreamingResponse(self._stream(), media_type="text/event-stream")

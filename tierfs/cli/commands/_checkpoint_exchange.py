@@ -9,12 +9,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import BinaryIO, cast
 
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file, import_part
-from tierfs.cli.executors import WorkerSet, open_executor
+from tierfs.cli.arguments import open_executor
 from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, source_of, store_place
 from tierfs.cli.files.targets import clash, refuse_below_file
 from tierfs.cli.terminal.output import print_result, printable
@@ -68,7 +69,7 @@ def import_(arguments: argparse.Namespace) -> int:
             f"{place.url} holds a checkpoint: name another directory, or add --force to replace it", path=place.url
         )
     with (
-        open_executor(arguments.executor) as workers,
+        open_executor(arguments.executor) as (executor, _),
         Progress("import", wanted=arguments.progress) as progress,
     ):
         if os.path.isfile(arguments.url):
@@ -88,18 +89,18 @@ def import_(arguments: argparse.Namespace) -> int:
                     place.url,
                     overwrite=arguments.force,
                     progress=progress.advance,
-                    run_parts=None if workers is None else partial(_run_parts, arguments, place.url, workers),
+                    run_parts=None if executor is None else partial(_run_parts, arguments, place.url, executor),
                 )
     made = open_checkpoint(place.store, place.path)
     return _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
 
 
 def _run_parts(
-    arguments: argparse.Namespace, url: str, workers: WorkerSet, parts: Sequence[ImportPart]
+    arguments: argparse.Namespace, url: str, executor: Executor, parts: Sequence[ImportPart]
 ) -> Iterator[PartResult]:
     """Import parts on the executor that ``--executor`` names."""
     run = partial(run_import_part, arguments.url, arguments.rank, url, overwrite=arguments.force)
-    futures = [workers.executor.submit(run, part) for part in parts]
+    futures = [executor.submit(run, part) for part in parts]
     try:
         for future in futures:
             yield future.result()

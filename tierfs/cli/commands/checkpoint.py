@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from tierfs.cli.arguments import PLACE, Arguments, command, progress_option, require_torch
-from tierfs.cli.executors import EXECUTOR
+from tierfs.cli.arguments import EXECUTOR, PLACE, Arguments, command, progress_option, require_torch
 from tierfs.errors import InvalidInputError
 
 _NAMES = "; RUN/latest, RUN/best and RUN/best:METRIC[:max] name one in RUN"

@@ -8,8 +8,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import URL, command, progress_option, replicas_option, require_seconds, suggested
-from tierfs.cli.executors import EXECUTOR, open_executor
+from tierfs.cli.arguments import (
+    EXECUTOR,
+    URL,
+    command,
+    open_executor,
+    progress_option,
+    replicas_option,
+    require_seconds,
+    suggested,
+)
 from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
@@ -65,11 +73,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("--sample and --bandwidth must be more than 0: write a share like 5%, a size like 50MB")
     place = store_place(arguments.url, bare=True)
     with (
-        open_executor(arguments.executor) as found,
+        open_executor(arguments.executor) as (executor, workers),
         Progress("verify", wanted=arguments.progress) as progress,
         place.must_exist(),
     ):
-        executor, workers = (None, 1) if found is None else found
         each = None if bandwidth is None else bandwidth / workers
         report = verify(
             place.store,
@@ -152,22 +159,20 @@ def run_scrub(arguments: argparse.Namespace) -> int:
 
     options = ScrubOptions(arguments.max_seconds, bandwidth, arguments.concurrency, not arguments.no_heal)
     replicas = [store_place(url, bare=True).store for url in arguments.replicas]
+    elsewhere = partial(run_scrub_piece, arguments.url, tuple(arguments.replicas))
     with (
-        open_executor(arguments.executor) as found,
+        open_executor(arguments.executor) as (executor, workers),
         Progress("scrub", wanted=arguments.progress) as progress,
     ):
-        if found is None:
-            report = scrub(store, options, replicas=replicas, progress=progress.advance)
-        else:
-            run_piece = partial(run_scrub_piece, arguments.url, tuple(arguments.replicas))
-            report = scrub(
-                store,
-                options,
-                executor=found.executor,
-                workers=found.workers,
-                run_piece=run_piece,
-                progress=progress.advance,
-            )
+        report = scrub(
+            store,
+            options,
+            replicas=replicas,
+            executor=executor,
+            workers=workers,
+            run_piece=None if executor is None else elsewhere,
+            progress=progress.advance,
+        )
     return _shown(arguments, store, report, _scrub_lines(report, store.url))
 
 

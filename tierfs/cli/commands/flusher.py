@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs import __version__
 from tierfs.cli.arguments import URL, Arguments, add_arguments, command, require_seconds, suggested, without_json
-from tierfs.cli.terminal.log import FORMATS, logging_to_stderr
-from tierfs.cli.terminal.output import describe, print_result
+from tierfs.cli.terminal.output import FORMATS, describe, logging_to_stderr, print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import (
     AlreadyExistsError,

@@ -25,8 +25,7 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsErr
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of
 from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
-from tierfs.train.replay.file import LoggedFile, StepFacts
-from tierfs.train.replay.parts import REST, Parts, groups_of, kind_of, local, parameters_of
+from tierfs.train.replay.parts import REST, LoggedFile, Parts, StepFacts, groups_of, kind_of, local, parameters_of
 from tierfs.train.replay.recorder import CHAIN, Recorder
 from tierfs.train.restore import Restored
 from tierfs.train.state import as_state

@@ -2,12 +2,18 @@
 
 Gradients explain how parameters and the optimizers' state change. All else that a full save would store is logged as it
 is after a step: small values always, buffers and other tensors when their bytes have changed.
+
+`LoggedFile` is a file of the log: what one rank's optimizers got at a few steps, and the other values after them. It is a
+safetensors file. Its tensors are the gradients, named as their parameters, and the tensors that changed. The entry
+`FACTS` has the rest as JSON: see `StepFacts`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,12 +23,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
+from tierfs.checkpoint.notes import LoggedStep
+from tierfs.codec.layout.safetensors import read_table
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.shard_writer import commit_shard
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of, in_torch, tensor_in
 from tierfs.digest import checksum
-from tierfs.errors import InvalidInputError
+from tierfs.errors import FormatError, InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.store import Store, open_entry, stat_to_read
 from tierfs.train.position import generators, positions, set_generators, set_positions
 from tierfs.train.state import DictState, TrainState, items_of
-from tierfs.train.values import digests_of
+from tierfs.train.values import digests_of, pack, unpack
 
 REST = "rest:"
 """The beginning of the names of logged tensors that are no gradients."""
@@ -284,3 +296,104 @@ def check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -
         raise InvalidInputError(
             f"Replay: the gradient of {name} cannot be logged: its layout is {gradient.layout}, its dtype {gradient.dtype}"
         )
+
+
+FACTS = "tierfs.replay"
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """The content of a file beside its tensors.
+
+    Attributes:
+        parent: The chain, or the save, that had the state at the step that the file's chain follows.
+        base: The step that the file's chain follows.
+        rank: The rank whose file has the gradients: this one, or one of the same host that has the same gradients.
+        build: The facts about this program and machine on which the bits of an update depend.
+        structure: The names of the parameters of each group of each optimizer.
+        events: The calls of ``optimizer.step``, in order: the optimizer's number and class, its numbers before the call,
+            and for each parameter the form of its gradient.
+        groups: The numbers of each group of each optimizer after the step.
+        values: See `Parts.others` and `Parts.values`.
+        digest: See `Parts.digest`, of the state after the step; empty unless the step is to be proven.
+        sample: The turn of a sample of the weights after the step, and its checksum: see `Parts.mark`.
+        metrics: The metrics of each training step in the file.
+    """
+
+    parent: str
+    base: int
+    rank: int
+    build: Mapping[str, Any]
+    structure: list[list[list[str]]]
+    events: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    values: dict[str, Any]
+    digest: str
+    sample: tuple[int, str]
+    metrics: dict[int, dict[str, float]]
+
+    def forms(self) -> list[Any]:
+        """Return which gradients the optimizers got, and in which form."""
+        names = ("optimizer", "none", "sparse", "strides")
+        return [self.structure, *([event[name] for name in names] for event in self.events)]
+
+
+def commit_log(file: ShardFile, path: str, facts: StepFacts, level: Level) -> int:
+    """Publish a file of the log, which holds its tensors already, on this host. Return its length in bytes.
+
+    Raises `CapacityError` if there is no room, and as `Writer.commit` does.
+    """
+    text = pack({"version": VERSION, **{name: getattr(facts, name) for name in facts.__slots__}}).encode()
+    file.add_objects([(FACTS, memoryview(text))])
+    file.wait_filled()
+    places = [(run, entry) for run in file.runs for entry in run.entries]
+    return commit_shard(file, path, places, log_level=level)[0]
+
+
+class LoggedFile:
+    """A file of the log, opened for reading.
+
+    Attributes:
+        logged: Its name.
+        facts: Its content beside the tensors.
+        length: Of the file, in bytes.
+
+    Raises:
+        NotFoundError, CorruptionError, FormatError: It cannot be read, or a newer tierfs wrote it.
+    """
+
+    def __init__(self, store: Store, run: str, logged: LoggedStep) -> None:
+        self.logged = logged
+        self._other = partial(LoggedFile, store, run)
+        path = logged.path(run)
+        self._reader = open_entry(store, stat_to_read(store, path))
+        self._where, self.length = store.where(path), self._reader.length
+        self._table, self._begin = read_table(self._reader.read_into, self.length, self._where)
+        if FACTS not in self._table:
+            raise FormatError(f"{self._where} is not a file of a log: it lacks {FACTS}")
+        entry = self._table.pop(FACTS)
+        data = bytearray(entry.length)
+        self._reader.read_into(self._begin + entry.at, memoryview(data))
+        found = unpack(data.decode(), self._where)
+        if found.pop("version", None) != VERSION:
+            raise FormatError(f"{self._where} has another version than {VERSION}")
+        self.facts = StepFacts(**found)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read the tensors, by name. Raises as the constructor does."""
+        data = {name: bytearray(entry.length) for name, entry in self._table.items()}
+        parts = [(self._begin + self._table[name].at, memoryview(each)) for name, each in data.items()]
+        self._reader.read_parts(parts)
+        found = {}
+        for name, entry in self._table.items():
+            kind = in_torch(entry.dtype, entry.shape)
+            if kind is None:
+                raise FormatError(f"{self._where}: {name} has a dtype that torch lacks: {entry.dtype}")
+            found[name] = tensor_in(data[name], *kind)
+        if self.facts.rank != self.logged.rank:
+            other = self._other(replace(self.logged, rank=self.facts.rank))
+            if other.facts.forms() != self.facts.forms():
+                raise FormatError(f"{other._where} has other gradients than {self._where} refers to")
+            found |= {name: each for name, each in other.tensors().items() if not name.startswith(REST)}
+        return found

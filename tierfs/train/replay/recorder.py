@@ -37,8 +37,16 @@ from tierfs.session.settings import ranks_here
 from tierfs.store import Store, delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
-from tierfs.train.replay.file import StepFacts, commit_log
-from tierfs.train.replay.parts import Parts, check_gradient, groups_of, kind_of, local, parameters_of
+from tierfs.train.replay.parts import (
+    Parts,
+    StepFacts,
+    check_gradient,
+    commit_log,
+    groups_of,
+    kind_of,
+    local,
+    parameters_of,
+)
 from tierfs.train.replay.policy import Replay
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import DictState, TrainState
