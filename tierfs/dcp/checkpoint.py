@@ -73,11 +73,7 @@ class Checkpoint:
         return self._place(fqn, MetadataIndex(fqn))
 
     def shards(self, fqn: str) -> list[SavedItem]:
-        """Return the shards of a tensor.
-
-        Raises:
-            CorruptionError: The metadata does not say where a shard is.
-        """
+        """Return the shards of a tensor. Raises `CorruptionError` if the metadata does not say where a shard is."""
         item = self.metadata.state_dict_metadata[fqn]
         return [
             SavedItem(

@@ -176,11 +176,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
             _remove_directory(store, name)
 
     def ls(self, path: Path) -> list[str]:
-        """Return the names of the entries of a directory.
-
-        Raises:
-            NotFoundError: The directory does not exist.
-        """
+        """Return the names of the entries of a directory. Raises `NotFoundError` if the directory does not exist."""
         store, relative = self._locate(path)
         if not stat(store, relative).is_directory:
             raise NotADirectoryError(f"{store.where(relative)} is a file")
@@ -191,11 +187,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return kind_of(*self._locate(path)) is not None
 
     def getsize(self, path: Path) -> int:
-        """Return the length of a file in bytes.
-
-        Raises:
-            NotFoundError: The file does not exist.
-        """
+        """Return the length of a file in bytes. Raises `NotFoundError` if the file does not exist."""
         store, relative = self._locate(path)
         entry = stat(store, relative)
         if entry.is_directory:

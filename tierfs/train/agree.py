@@ -61,9 +61,6 @@ class World:
             self.training = dist.new_group(backend="gloo", timeout=timeout)
             self.saving = dist.new_group(backend="gloo", timeout=timeout)
 
-    def __repr__(self) -> str:
-        return f"World(rank={self.rank}, size={self.size})"
-
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which does the work that only one rank may do."""
@@ -186,9 +183,6 @@ class Agreement:
         self._calls = 0
         self._sent: tuple[int, float, Callable[[], list[int]]] | None = None
         self.every = 1
-
-    def __repr__(self) -> str:
-        return f"Agreement(every={self.every})"
 
     def receive(self) -> Agreed:
         """Return the result of the exchange that the last `send` began; an empty one if it began none. A collective.

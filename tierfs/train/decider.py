@@ -66,9 +66,6 @@ class Signals:
             raise InvalidInputError(f"signal {int(number)} cannot be handled: {error}") from error
         multiprocessing.util.register_after_fork(self, Signals._protect_worker)
 
-    def __repr__(self) -> str:
-        return f"Signals({sorted(self._before)}, received={self.received})"
-
     def close(self) -> None:
         """Restore the previous handlers, except where other code has set a handler since.
 
@@ -164,9 +161,6 @@ class SaveDecider:
         self._grace_s = min((policy.grace_s for policy in preemptions), default=DEADLINE_GRACE_S)
         self._signals = Signals(number for policy in preemptions for number in policy.signals)
         world.while_waiting = self._give_up_late
-
-    def __repr__(self) -> str:
-        return f"SaveDecider({self._signals!r}, {self._at_steps!r})"
 
     @contextmanager
     def at_step(self, step: int) -> Iterator[Agreed]:

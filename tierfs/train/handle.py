@@ -205,9 +205,6 @@ class Health:
         self._watched: deque[tuple[float, SaveHandle]] = deque(maxlen=WATCHED_MAX)  # not durable when last checked
         self._durable_s = self._looked_s = time.monotonic()
 
-    def __repr__(self) -> str:
-        return f"Health({len(self._errors)} failed, {self._in_a_row} in a row)"
-
     @property
     def errors(self) -> list[FailedSave]:
         """The last hundred failed saves, the oldest first."""

@@ -79,9 +79,6 @@ class History:
         self._steps: list[tuple[int, Mapping[str, Any]]] = []
         self._saves: deque[int] = deque(maxlen=REPLAY_SAVES)
 
-    def __repr__(self) -> str:
-        return f"History({len(self._steps)} steps)"
-
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of a step."""
         self._steps.append((step, metrics))

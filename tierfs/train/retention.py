@@ -61,9 +61,6 @@ class Retention:
         self._protected: set[int] = set()
         self._lines, self._newer = Lines(), set[int]()
 
-    def __repr__(self) -> str:
-        return f"Retention({len(self._known)} known)"
-
     def told(self) -> tuple[Mapping[str, Any], ...]:
         """Return the checkpoints that were noted last, at most `KNOWN_MAX`, for the record of a save."""
         with self._lock:

@@ -174,9 +174,6 @@ class RunDirectory:
     def __init__(self, address: Address) -> None:
         self._address = address
 
-    def __repr__(self) -> str:
-        return f"RunDirectory({self._address.url!r})"
-
     @property
     def url(self) -> str:
         return self._address.url

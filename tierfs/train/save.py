@@ -64,9 +64,6 @@ class Course:
         self.lines: Lines | None = None
         self.newer: set[int] = set()
 
-    def __repr__(self) -> str:
-        return f"Course({self.run!r}, {self._state.name})"
-
     def resume(self, found: Restored | None, *, is_choice: bool) -> None:
         """Take the line in which training goes on after a restore.
 

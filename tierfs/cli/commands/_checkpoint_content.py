@@ -65,9 +65,6 @@ class Placement:
         self._files: dict[str, tuple[Level, Sequence[Row], Sequence[int]] | None] = {}
         self._envelopes: dict[Row, Envelope] = {}
 
-    def __repr__(self) -> str:
-        return f"Placement({self._checkpoint.where!r})"
-
     def level(self, place: BytesPlace) -> Level | None:
         """Return the level that the file of a place has reached; ``None`` if the file is missing."""
         file = self._file(place.file)

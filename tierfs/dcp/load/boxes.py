@@ -89,9 +89,6 @@ class BoxReader:
         self._checked: set[BytesPlace] = set()
         self._targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # of the present `read`
 
-    def __repr__(self) -> str:
-        return f"BoxReader({self._checkpoint.where!r})"
-
     def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
         """Read boxes into tensors of their own, concurrently.
 
@@ -178,11 +175,7 @@ class BoxReader:
 
 
 def _tensor_for(box: Box) -> torch.Tensor:
-    """Allocate a tensor for a box.
-
-    Raises:
-        CorruptionError: No such tensor can exist.
-    """
+    """Allocate a tensor for a box. Raises `CorruptionError` if no such tensor can exist."""
     if str(box.dtype).startswith(_QUANTIZED):
         raise CorruptionError(
             f"{box.fqn!r}: {box.dtype} is quantized, and checkpoints do not hold its scale and zero point"

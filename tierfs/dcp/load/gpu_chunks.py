@@ -42,9 +42,6 @@ class Uploads:
         self._events: list[Any] = [None, None]
         self._used = 0
 
-    def __repr__(self) -> str:
-        return f"Uploads({self.accelerator!r}, count={self.count})"
-
     def lend(self) -> memoryview | None:
         """Return a buffer of the set that is being filled. ``None`` if all its buffers are in use."""
         if self._used == self.count:
@@ -110,9 +107,6 @@ class GpuChunks:
         self._uploads = uploads
         self._accelerator = uploads.accelerator
         self._memory: torch.Tensor | None = None
-
-    def __repr__(self) -> str:
-        return f"GpuChunks({self._files!r}, {self._uploads!r})"
 
     def load(self, parts: Sequence[FileRange]) -> set[int]:
         """Load parts whose chunks are in a local tier and intact. Returns when they are in place.

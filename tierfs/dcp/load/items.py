@@ -273,11 +273,7 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
 
 
 def _check_takes_elements(fqn: str, target: Any) -> None:
-    """Check that a destination has memory of its own for each element.
-
-    Raises:
-        InvalidInputError: It has not.
-    """
+    """Check that a destination has memory of its own for each element. Raises `InvalidInputError` if it has not."""
     if target.layout is not torch.strided:
         raise InvalidInputError(f"{fqn}: the destination's layout is {target.layout}: load into a dense tensor")
     if has_shared_elements(target):
@@ -293,9 +289,6 @@ class Destinations:
         self._starts: list[int] = []  # sorted; `_stops` has the same order
         self._stops: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
-
-    def __repr__(self) -> str:
-        return f"Destinations({len(self._spans)} names)"
 
     def add(self, name: str, tensor: Any) -> bool:
         """Add a destination. Several destinations of one name are assumed not to overlap.

@@ -50,9 +50,6 @@ class ShardFiles:
         self._open: dict[str, Reader] = {}
         self._undigested: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"ShardFiles({self._store.where(self._directory)!r}, {len(self._open)} open)"
-
     def open(self, names: Iterable[str]) -> None:
         """Open files concurrently.
 

@@ -1,6 +1,6 @@
 """Files of a store as streams, for ``torch.save``, ``torch.load`` and other functions that need streams.
 
-`StockData` reads values that torch's own writers stored. A tensor is the output of ``torch.save`` at some offset of a
+`read_items` reads values that torch's own writers stored. A tensor is the output of ``torch.save`` at some offset of a
 file, or lies in a safetensors file that begins at that offset. torch ignores the checksums in archives of
 ``torch.save``: they are checked here.
 """

@@ -31,12 +31,6 @@ AGAIN_SHARE = 0.25
 
 ``integration/bench/replay.py`` measured 0.04 to 0.09 on two idle cores.
 """
-_REASONS = {
-    "Adafactor": "its update sums over rows and columns",
-    "Muon": "its update multiplies matrices",
-    "LBFGS": "it computes gradients inside of its step",
-    "SparseAdam": "it sums the entries of a sparse gradient",
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +64,7 @@ class Replay:
     elementwise: Sequence[type] = ()
     allow_approximate: bool = False
     is_uniform = False
-    _recorder: Recorder | None = field(default=None, init=False, repr=False)
+    recorder: Recorder | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("every", "prove_every"):
@@ -88,23 +82,18 @@ class Replay:
     @property
     def lost_share(self) -> float:
         """The share of the time since the last full save that a failure costs."""
-        return AGAIN_SHARE if self._recorder is not None and self._recorder.chain else 1.0
-
-    def attach(self, recorder: Recorder) -> None:
-        """Ask this recorder from now on whether to save."""
-        self._recorder = recorder
+        return AGAIN_SHARE if self.recorder is not None and self.recorder.chain else 1.0
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
         """Return whether the log needs a full save: to begin from, or to make room."""
-        return self._recorder is not None and not context.is_saving and self._recorder.wants_save
+        return self.recorder is not None and not context.is_saving and self.recorder.wants_save
 
     def reason_against(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why an optimizer's steps cannot be made again exactly; empty if they can."""
         kind = type(optimizer)
         if kind in ELEMENTWISE or kind in self.elementwise:
             return ""
-        why = _REASONS.get(kind.__name__, "its update is not known to be elementwise")
-        return f"the steps of {kind.__name__} cannot be made again bit for bit: {why}"
+        return f"the steps of {kind.__name__} cannot be made again bit for bit: it is not known to be elementwise"
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Check that the steps of these optimizers can be made again.

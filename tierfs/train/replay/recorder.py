@@ -20,7 +20,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Recorder:
         self._is_off = self._is_paused = self._is_clean = False
         self._parts: Parts | None = None
         self._structure: list[list[list[str]]] = []
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._turn = 0
         self._mark: tuple[list[int], bytes] = [], b""  # of the weights, as the last step of an optimizer left them
         self._others: dict[str, str] = {}  # the digests of tensors that are neither parameters nor their state
@@ -105,10 +105,7 @@ class Recorder:
         self._left: list[str] = []
         self._saves: deque[SaveHandle] = deque(maxlen=16)
         self._looked_s = 0.0
-        policy.attach(self)
-
-    def __repr__(self) -> str:
-        return f"Recorder({self.chain!r}, {len(self._files)} files, {format_bytes(self._used)})"
+        policy.recorder = self
 
     @property
     def _used(self) -> int:
@@ -198,16 +195,11 @@ class Recorder:
         self._parts, self._structure = parts, parts.structure()
         rank = self.world.rank
         self._same = sorted(each for each in parts.replicas(rank) if self._hosts[each] == self._hosts[rank])
-        self._unhook()
+        self._hooks.close()
         for optimizer in parts.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self._note_weights()
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Copy the gradients of an optimizer that is about to make a step.
@@ -341,7 +333,7 @@ class Recorder:
         state: TrainState | DictState,
         parent: str,
         kept: Sequence[tuple[int, str, int]],
-        left: Sequence[str],
+        left: list[str],
     ) -> None:
         """Begin a chain at a restored step, whose state belongs to the chain or save ``parent``.
 
@@ -349,7 +341,7 @@ class Recorder:
         files, which the run leaves behind. They are removed before the next file is published.
         """
         self._is_off, self._short = False, 0
-        self._files, self._left = deque(kept), list(left)
+        self._files, self._left = deque(kept), left
         self._saves.clear()
         self._begin(step, state, parent)
 
@@ -366,7 +358,7 @@ class Recorder:
     def close(self) -> None:
         """Remove the hooks, and release memory that no file has. The log stays."""
         self._end("")
-        self._unhook()
+        self._hooks.close()
         self._is_off = True
 
     def _release(self) -> None:
