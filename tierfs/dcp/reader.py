@@ -19,7 +19,7 @@ from tierfs.dcp.address import Address, full_url
 from tierfs.dcp.checkpoint import read_checkpoint
 from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.document import CheckpointNote
-from tierfs.dcp.load.coverage import Absent, mark_absent
+from tierfs.dcp.load.coverage import mark_absent
 from tierfs.dcp.load.gpu_chunks import roll_back
 from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.torch_format.streams import read_items
@@ -280,14 +280,14 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
     def _place(self, index: Any) -> BytesPlace:
         """Return the place of a chunk or an object."""
         place = self._metadata.storage_data.get(index)
-        if isinstance(place, Absent) and self._rank is not None:
+        if isinstance(place, str) and self._rank is not None:
             raise InvalidInputError(
-                f"{self.checkpoint_id}: {index.fqn!r}: {place.why}: rank {self._rank} saved only its own part; load "
+                f"{self.checkpoint_id}: {index.fqn!r}: {place}: rank {self._rank} saved only its own part; load "
                 "with as many ranks as saved and use_collectives=False"
             )
-        if isinstance(place, Absent):
+        if isinstance(place, str):  # see `mark_absent`
             raise CorruptionError(
-                f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place.why}; the state is unchanged; `tierfs "
+                f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place}; the state is unchanged; `tierfs "
                 "checkpoint verify` names every damaged tensor"
             )
         if not isinstance(place, BytesPlace):

@@ -7,7 +7,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError, StoreNotFoundError
@@ -16,7 +16,7 @@ from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Capabilities, Descrip
 from tierfs.objects import as_promised, connect, probe
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.os_errors import translated
-from tierfs.objects.probe import Finding, Findings
+from tierfs.objects.probe import Findings
 from tierfs.objects.protocol import CREATE, ObjectTier, Update
 from tierfs.session.open import has_records, known_descriptor, open_store
 from tierfs.session.url import LOCAL, Location, target_url
@@ -92,24 +92,7 @@ def _is_copy(objects: ObjectTier, other: ObjectTier) -> bool:
     return any(is_in_both(item.key) for item in itertools.islice(objects.list(keys.TREE), COMPARED_MAX))
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeReport:
-    """The result of a probe.
-
-    Attributes:
-        url: Root of the store; without a store, the URL that was probed.
-        tests: One finding per promise.
-        before: The promises in the store's descriptor; ``None`` without a store.
-        endpoint: The promises that the endpoint keeps.
-    """
-
-    url: str
-    tests: tuple[Finding, ...]
-    before: Capabilities | None
-    endpoint: Capabilities
-
-
-def probe_store(location: Location) -> ProbeReport:
+def probe_store(location: Location) -> tuple[str, Findings, Capabilities | None]:
     """Probe the endpoint at ``location``, and save the result in the descriptor of the store there, if there is one.
 
     Processes that have the store open use the promises from when they opened it, until they open it again.
@@ -117,6 +100,10 @@ def probe_store(location: Location) -> ProbeReport:
     Args:
         location: A store's root, or a path in it. Without a store, the place for one; on this host, that must be an
             existing directory. The probe leaves nothing in it.
+
+    Returns:
+        The root of the store, or without a store, the URL that was probed; the findings; and the promises in the store's
+        descriptor before, ``None`` without a store.
 
     Raises:
         NotFoundError: The place is no directory of this host.
@@ -131,8 +118,7 @@ def probe_store(location: Location) -> ProbeReport:
     root = location.path[: len(location.path) - len(relative or "")].rstrip("/")
     url = target_url(location.protocol, root)
     if relative is None:
-        found = _probe_bare(location, root, url)
-        return ProbeReport(url, found.tests, None, found.capabilities)
+        return url, _probe_bare(location, root, url), None
     found = probe(connect(location.protocol, root, location.options, attempts=1))
     objects = as_promised(connect(location.protocol, root, location.options), found.capabilities)
     where = f"{url}/{keys.DESCRIPTOR}"
@@ -145,7 +131,7 @@ def probe_store(location: Location) -> ProbeReport:
             put_idempotent(objects, keys.DESCRIPTOR, data, mode=Update(info.version))
         except ConflictError as error:
             raise ConflictError(f"{url}: the store's descriptor changed meanwhile: probe it again", path=url) from error
-    return ProbeReport(url, found.tests, descriptor.endpoint, endpoint)
+    return url, replace(found, capabilities=endpoint), descriptor.endpoint
 
 
 def _probe_bare(location: Location, root: str, url: str) -> Findings:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TypeAlias, cast
 
 from tierfs.checkpoint.catalog import NAMED_MAX, candidates, step_of
@@ -24,7 +24,7 @@ from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, NotFoundError
-from tierfs.format.envelope import Envelope
+from tierfs.format.envelope import Block, Envelope
 from tierfs.format.keys import inside
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
@@ -35,21 +35,6 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
 
 LOCAL_TIERS = ("ram", "nvme")
-
-
-@dataclass(slots=True)
-class Coded:
-    """The encoding of some bytes.
-
-    Attributes:
-        stored_bytes: Their encoded bytes in the object tier. A part of a block counts in proportion.
-        codecs: The number of blocks by the name of their codec.
-        reasons: The number of blocks by the reason for their codec.
-    """
-
-    stored_bytes: int = 0
-    codecs: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
 
 
 class Placement:
@@ -85,22 +70,29 @@ class Placement:
         found = [tier for tier in near if tiers is not None and all(tiers.reader.holds(name, tier) for name in names)]
         return [*found, *(["object"] if self.level(place) is Level.OBJECT else [])]
 
-    def coded(self, places: Iterable[BytesPlace]) -> Coded:
+    def coded(self, places: Iterable[BytesPlace]) -> dict[str, object]:
         """Return the encoding of the bytes at these places. Files that are not in the object tier yet do not count.
+
+        Returns:
+            ``stored``: the encoded bytes in the object tier, of which a part of a block counts in proportion. ``codecs``
+            and ``reasons``: the number of blocks by the name of their codec, and by the reason for it.
 
         Raises:
             CorruptionError, FormatError: A record or envelope is damaged, or written by an unsupported version.
             StoreError, ReadOnlyError: The object tier failed.
         """
-        coded = Coded()
+        stored, codecs, reasons = 0, Counter[str](), Counter[str]()
         for place in places:
             if place.length and self.level(place) is Level.OBJECT:
                 for row, begin in self._chunks(place):
-                    self._add(coded, row, place.at - begin, place.at + place.length - begin)
-        return coded
+                    for block, size in self._blocks(row, place.at - begin, place.at + place.length - begin):
+                        stored += size
+                        codecs[_name(Codec, block.codec)] += 1
+                        reasons[_name(Reason, block.reason)] += 1
+        return {"stored": stored, "codecs": dict(codecs), "reasons": dict(reasons)}
 
-    def _add(self, coded: Coded, row: Row, start: int, end: int) -> None:
-        """Count the bytes between two offsets of a chunk. The offsets may lie outside the chunk."""
+    def _blocks(self, row: Row, start: int, end: int) -> Iterator[tuple[Block, int]]:
+        """Yield each block between two offsets of a chunk, with its encoded bytes there. Offsets may lie outside."""
         if row not in self._envelopes:
             self._envelopes[row] = read_envelope(self._store, row, self._checkpoint.where)
         for number, block in enumerate(self._envelopes[row].blocks):
@@ -108,9 +100,7 @@ class Placement:
             length = min(BLOCK_BYTES, row.raw_length - begin)
             shared = min(end, begin + length) - max(start, begin)
             if shared > 0:
-                coded.stored_bytes += block.encoded_length * shared // length
-                coded.codecs[_name(Codec, block.codec)] += 1
-                coded.reasons[_name(Reason, block.reason)] += 1
+                yield block, block.encoded_length * shared // length
 
     def _chunks(self, place: BytesPlace) -> Iterable[tuple[Row, int]]:
         """Return the chunks that hold a place, each with its offset in the file."""
@@ -196,8 +186,7 @@ def describe_tensors(
     tensors = {fqn: _tensor(checkpoint, fqn, where if shards else None) for fqn in names}
     for number, (fqn, tensor) in enumerate(tensors.items() if codecs else ()):
         note(f"{number} of {len(tensors)} tensors")
-        coded = where.coded(shard.place for shard in checkpoint.shards(fqn))
-        tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
+        tensor.update(where.coded(shard.place for shard in checkpoint.shards(fqn)))
     return tensors
 
 

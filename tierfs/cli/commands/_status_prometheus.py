@@ -9,10 +9,9 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tierfs import __version__
 from tierfs.errors import TierfsError
@@ -126,11 +125,8 @@ METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
 """All metrics but the status's counters. Each group names its labels beside ``store``."""
 
 
-@dataclass(slots=True)
-class _Family:
-    kind: str
-    text: str
-    samples: list[tuple[dict[str, str], float]] = field(default_factory=list)
+_Families: TypeAlias = dict[str, tuple[str, str, list[tuple[dict[str, str], float]]]]
+"""The kind, the text and the samples of each metric, by its name."""
 
 
 def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
@@ -174,13 +170,13 @@ def exposition(*reports: Mapping[str, Any]) -> str:
     Args:
         reports: From `tierfs.store.status`. Missing values and values of an unexpected type are skipped.
     """
-    families: dict[str, _Family] = {}
+    families: _Families = {}
     for report in reports:
         _add(families, report)
-    return "".join(_lines(name, family) for name, family in families.items())
+    return "".join(_lines(name, *family) for name, family in families.items())
 
 
-def _add(families: dict[str, _Family], report: Mapping[str, Any]) -> None:
+def _add(families: _Families, report: Mapping[str, Any]) -> None:
     store = {"store": str(report["store"])}
     # A flusher reports the number of conflicts and failing files, because it lists only some of them.
     counted = {"conflict_files": "conflicts", "failing_files": "errors"}
@@ -191,8 +187,8 @@ def _add(families: dict[str, _Family], report: Mapping[str, Any]) -> None:
             if metric.key.endswith("_ns"):
                 value = value / 1e9
             kind = "counter" if metric.name.endswith("_total") else "gauge"
-            family = families.setdefault(f"tierfs_{metric.name}", _Family(kind, metric.text))
-            family.samples.append(({**store, **labels}, float(value) if isinstance(value, float) else int(value)))
+            family = families.setdefault(f"tierfs_{metric.name}", (kind, metric.text, []))
+            family[2].append(({**store, **labels}, float(value) if isinstance(value, float) else int(value)))
 
     for metric in _STORE:
         add(metric, _at(report, metric.key))
@@ -228,10 +224,10 @@ def _base(key: str) -> str:
     return _SECONDS.sub("_seconds", _NO_NAME.sub("_", key))
 
 
-def _lines(name: str, family: _Family) -> str:
-    text = family.text.replace("\\", r"\\").replace("\n", r"\n")
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {family.kind}"]
-    for labels, value in family.samples:
+def _lines(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    for labels, value in samples:
         inside = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
         lines.append(f"{name}{{{inside}}} {value}")
     return "\n".join(lines) + "\n"

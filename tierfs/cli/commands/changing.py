@@ -205,15 +205,6 @@ def _advance(progress: Progress, stop: threading.Event, count: int) -> None:
     progress.advance(count)
 
 
-@dataclass(slots=True)
-class _RenamePlan:
-    """All renames within a store. The plan is complete and checked before anything is renamed."""
-
-    renames: list[tuple[str, str]] = field(default_factory=list)
-    empty_directories: list[str] = field(default_factory=list)
-    old_directories: list[str] = field(default_factory=list)
-
-
 @command(
     "mv",
     "move or rename files and directories within a store; no data is copied",
@@ -228,23 +219,27 @@ class _RenamePlan:
 def run_mv(arguments: argparse.Namespace) -> int:
     sources = list(places_of(arguments.sources))
     target = store_place(arguments.target, is_new=True)
-    plan = _plan_move(sources, target, arguments)
+    # All is planned and checked before anything is renamed.
+    renames, empty, old = _plan_move(sources, target, arguments)
 
     def move_one(paths: tuple[str, str], _stop: threading.Event) -> None:
         rename(target.store, *paths)
 
     with Progress("mv") as progress:
-        for path in plan.empty_directories:
+        for path in empty:
             make_directory(target.store, path, exist_ok=True)
-        run_in_parallel(move_one, plan.renames, progress)
-        remove_directories(target.store, plan.old_directories)
-    count = len(plan.renames)
+        run_in_parallel(move_one, renames, progress)
+        remove_directories(target.store, old)
+    count = len(renames)
     return print_result(arguments, {"files": count}, f"moved {count} file{'s' * (count != 1)}")
 
 
-def _plan_move(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:
+def _plan_move(
+    sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace
+) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+    """Return the paths to rename, the empty directories to make, and the directories that are empty afterwards."""
     target_kind, into = target_of(target, arguments)
-    plan = _RenamePlan()
+    renames, empty, old = list[tuple[str, str]](), list[str](), list[str]()
     for source in sources:
         if source.store is not target.store:
             raise InvalidInputError(
@@ -261,31 +256,35 @@ def _plan_move(sources: list[StorePlace], target: StorePlace, arguments: argpars
         final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
         assert isinstance(final, StorePlace)
         if entry.is_directory:
-            _plan_moved_directory(plan, source, final)
+            entries, directories = _moved(source, final)
+            renames += [(one.path, _renamed(one.path, source, final)) for one in entries if not one.is_directory]
+            implied = {one.path.rpartition("/")[0] for one in entries}
+            empty += [_renamed(path, source, final) for path in directories if path not in implied]
+            old += directories
         else:
             refuse_foreign_files(source.store, [entry])
             if not final.path:
                 raise InvalidInputError(f"{final.url} is the root of a store: name a file in it", path=final.url)
-            plan.renames.append((source.path, final.path))
-    _refuse_twice([name for name, _ in plan.renames], "would be moved twice")
-    _refuse_twice([name for _, name in plan.renames], "would be the target of two sources")
-    return plan
+            renames.append((source.path, final.path))
+    _refuse_twice([name for name, _ in renames], "would be moved twice")
+    _refuse_twice([name for _, name in renames], "would be the target of two sources")
+    return renames, empty, old
 
 
-def _plan_moved_directory(plan: _RenamePlan, source: StorePlace, final: StorePlace) -> None:
+def _renamed(path: str, source: StorePlace, final: StorePlace) -> str:
+    return final.child(source.relative(path)).path
+
+
+def _moved(source: StorePlace, final: StorePlace) -> tuple[list[Entry], list[str]]:
+    """Return what lies in a directory, and the paths of the directories in it and its own, if all can be moved."""
     entries = find(source.store, source.path, detail=False)
-    files = [entry for entry in entries if not entry.is_directory]
-    directories = [source.path, *(entry.path for entry in entries if entry.is_directory)]
-    refuse_foreign_files(source.store, files)
+    refuse_foreign_files(source.store, [entry for entry in entries if not entry.is_directory])
     taken = final.taken()
     for entry in entries:
         relative, kind = source.relative(entry.path), kind_of(entry)
         if (there := taken.get(relative, kind)) != kind:
             raise clash(final.child(relative).url, there)
-    implied = {entry.path.rpartition("/")[0] for entry in entries}
-    plan.renames += [(entry.path, final.child(source.relative(entry.path)).path) for entry in files]
-    plan.empty_directories += [final.child(source.relative(path)).path for path in directories if path not in implied]
-    plan.old_directories += directories
+    return entries, [source.path, *(entry.path for entry in entries if entry.is_directory)]
 
 
 def _refuse_twice(paths: list[str], problem: str) -> None:

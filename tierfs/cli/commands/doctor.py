@@ -259,7 +259,7 @@ def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: P
 def check_endpoint(url: str) -> Check:
     """Test which promises the endpoint at a URL keeps: see ``tierfs probe``."""
     try:
-        endpoint = probe_store(parse_url(url)).endpoint
+        endpoint = probe_store(parse_url(url))[1].capabilities
     except (TierfsError, OSError) as error:
         return Check("endpoint", "problem", describe(error).message)
     if endpoint.single_writer:

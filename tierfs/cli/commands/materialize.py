@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -61,20 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         done = materialize(place, arguments.directory, progress, deletes=arguments.delete)
     read = f"{format_bytes(done.read_bytes)} read"
     told = f"wrote {done.files} files, {read}; {done.unchanged} unchanged, {done.deleted} deleted"
-    return print_result(arguments, dataclasses.asdict(done), told)
-
-
-@dataclass(slots=True)
-class Materialized(Synced):
-    """The counts of one `materialize` call.
-
-    Attributes:
-        shared_bytes: Always 0. Earlier versions cloned files.
-        kept_bytes: Bytes taken from an older or incomplete copy of the file.
-    """
-
-    shared_bytes: int = 0
-    kept_bytes: int = 0
+    # Earlier versions cloned files, and counted the shared bytes.
+    return print_result(arguments, {**dataclasses.asdict(done), "shared_bytes": 0}, told)
 
 
 class _Materializer:
@@ -82,7 +69,7 @@ class _Materializer:
 
     def __init__(self, store: Store, root: str, record: MirrorRecord, progress: Progress) -> None:
         self._store, self._root, self._record, self._progress = store, root, record, progress
-        self.done = Materialized()
+        self.done = Synced()
 
     def run(self, files: dict[str, Entry], directories: set[str], *, deletes: bool) -> None:
         local = scan(self._root)
@@ -196,7 +183,7 @@ class _Materializer:
         os.utime(fd, ns=(found.mtime_ns, found.mtime_ns))
 
 
-def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Materialized:
+def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Synced:
     """Make a local directory equal to a directory in a store.
 
     Each file gets its name when it is complete. A file that an earlier run left incomplete is completed.

@@ -14,11 +14,13 @@ from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ConflictError, InvalidInputError, ReadOnlyError
 from tierfs.session import init, parse_url
-from tierfs.session.descriptor import ProbeReport, probe_store
+from tierfs.session.descriptor import probe_store
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.retention import Decision
+    from tierfs.format.descriptor import Capabilities
+    from tierfs.objects.probe import Findings
     from tierfs.store import Store
     from tierfs.store.maintenance.gc import GcReport, Tally
 
@@ -80,33 +82,34 @@ def run_init(arguments: argparse.Namespace) -> int:
 )
 def run_probe(arguments: argparse.Namespace) -> int:
     with Progress("probe"):
-        report = probe_store(parse_url(arguments.url))
+        url, found, before = probe_store(parse_url(arguments.url))
+    endpoint = found.capabilities
     document = {
-        "url": report.url,
-        "has_store": report.before is not None,
-        "noted": report.before not in (None, report.endpoint),
-        "single_writer": report.endpoint.single_writer,
-        "cannot_promise": report.endpoint.missing,
-        "checksums": list(report.endpoint.checksums),
-        "tests": [asdict(test) for test in report.tests],
+        "url": url,
+        "has_store": before is not None,
+        "noted": before not in (None, endpoint),
+        "single_writer": endpoint.single_writer,
+        "cannot_promise": endpoint.missing,
+        "checksums": list(endpoint.checksums),
+        "tests": [asdict(test) for test in found.tests],
     }
-    return print_result(arguments, document, *_probe_lines(report))
+    return print_result(arguments, document, *_probe_lines(url, found, before))
 
 
-def _probe_lines(report: ProbeReport) -> Iterator[str]:
-    rows = [("kept" if test.kept else "not kept", test.name, test.detail) for test in report.tests]
+def _probe_lines(url: str, found: Findings, before: Capabilities | None) -> Iterator[str]:
+    rows = [("kept" if test.kept else "not kept", test.name, test.detail) for test in found.tests]
     yield from align(rows, states=(0,))
-    endpoint = report.endpoint
+    endpoint = found.capabilities
     yield f"writers   {'one process at a time' if endpoint.single_writer else 'any number'}"
     if not endpoint.host_local:
         yield f"writes    {f'verified by the server, {endpoint.checksums[0]}' if endpoint.checksums else 'read back'}"
-    if report.before is None:
-        yield f"store     none at {report.url}: make one with: tierfs init {shlex.quote(report.url)}"
-    elif report.before == endpoint:
-        yield f"store     {report.url}, with the same result recorded"
+    if before is None:
+        yield f"store     none at {url}: make one with: tierfs init {shlex.quote(url)}"
+    elif before == endpoint:
+        yield f"store     {url}, with the same result recorded"
     else:
         yield (
-            f"store     {report.url}, with the new result recorded; processes that have it open use the result after they reopen it"
+            f"store     {url}, with the new result recorded; processes that have it open use the result after they reopen it"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import stat
 import threading
@@ -67,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         work = _Sync(place, directory, record, progress, dry_run=arguments.dry_run)
         work.run(local, chosen, deletes=arguments.delete)
     done, planned, new = work.done, sorted(work.planned), sent_bytes(place.store) - before
-    document = {**dataclasses.asdict(done), "new_bytes": new, "dry_run": arguments.dry_run, "would": planned}
+    counts = {name: getattr(done, name) for name in ("files", "unchanged", "deleted", "read_bytes")}
+    document = {**counts, "new_bytes": new, "dry_run": arguments.dry_run, "would": planned}
     if arguments.dry_run:
         lines = [f"would {printable(each)}" for each in planned]
         total = f"would store {counted(done.files, progress.bytes)}, delete {done.deleted}"

@@ -117,12 +117,14 @@ class Synced:
         unchanged: Files that were up to date.
         deleted: Files deleted.
         read_bytes: Bytes read: by ``sync`` from the files that it stored, by ``materialize`` through the tiers.
+        kept_bytes: Bytes that ``materialize`` took from an older or incomplete copy of the file.
     """
 
     files: int = 0
     unchanged: int = 0
     deleted: int = 0
     read_bytes: int = 0
+    kept_bytes: int = 0
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
 

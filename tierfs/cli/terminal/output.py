@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import IO, Any
@@ -191,42 +191,38 @@ _LEVELS = {
 _ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
-class _Text(logging.Formatter):
-    """The format for people."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"tierfs: {record.levelname.lower()}: {super().format(record)}"
+def _text(record: logging.LogRecord) -> str:
+    return f"tierfs: {record.levelname.lower()}: {logging.Formatter().format(record)}"
 
 
-class _KeyValue(logging.Formatter):
-    """One line of ``key=value`` pairs per event. A value that is not a single word is quoted as in JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return " ".join(f"{key}={self._word(value)}" for key, value in _fields(record).items())
-
-    @staticmethod
-    def _word(value: object) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        is_word = text.isprintable() and text and not set(text) & set(' "=\\')
-        return text if is_word else json.dumps(text)
+def _key_value(record: logging.LogRecord) -> str:
+    """Return one line of ``key=value`` pairs. A value that is not a single word is quoted as in JSON."""
+    return " ".join(f"{key}={_word(value)}" for key, value in _fields(record).items())
 
 
-class _Json(logging.Formatter):
-    """One line with a JSON object per event."""
+def _word(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    is_word = text.isprintable() and text and not set(text) & set(' "=\\')
+    return text if is_word else json.dumps(text)
 
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(_fields(record), default=str)
+
+def _json(record: logging.LogRecord) -> str:
+    return json.dumps(_fields(record), default=str)
 
 
-FORMATS: dict[str, type[logging.Formatter]] = {"text": _Text, "logfmt": _KeyValue, "json": _Json}
-"""The formats of a log, by name."""
+FORMATS: dict[str, Callable[[logging.LogRecord], str]] = {"text": _text, "logfmt": _key_value, "json": _json}
+"""The formats of a log, by name: how each writes an event as a line."""
 
 
 class _Handler(logging.Handler):
     """Writes to the current ``sys.stderr``, above the progress bar if one is shown."""
 
+    def __init__(self, write: Callable[[logging.LogRecord], str]) -> None:
+        super().__init__()
+        self._write = write
+
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
+        line = self._write(record)
         # A full disk must not stop the work that is logged. A buffered stderr keeps part of the text that it could not
         # write, and writes it when there is room.
         with contextlib.suppress(OSError):
@@ -255,8 +251,7 @@ def logging_to_stderr(
             f"followed by a comma and one of {', '.join(FORMATS)}"
         )
     logger = logging.getLogger("tierfs")
-    handler = _Handler()
-    handler.setFormatter(FORMATS[wanted_format or format_name]())
+    handler = _Handler(FORMATS[wanted_format or format_name])
     previous_level, previous = logger.level, [each for each in logger.handlers if isinstance(each, _Handler)]
     logger.setLevel(_LEVELS[level_name])
     for each in previous:

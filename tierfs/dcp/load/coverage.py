@@ -26,13 +26,6 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """Stands in ``storage_data`` for a chunk that was not saved, or whose content is ambiguous."""
-
-    why: str
-
-
 WORK_MIN = 4096
 WORK_PER_BOX = 64
 """The number of boxes that `gaps_of` examines for each box of a tensor before it stops.
@@ -42,7 +35,7 @@ The chunks of any real mesh need fewer, and a hostile document could demand the 
 
 
 def mark_absent(metadata: Any) -> Any:
-    """Describe elements that no chunk of a tensor has as further chunks, with `Absent` as their place.
+    """Describe elements that no chunk of a tensor has as further chunks, with the reason as their place.
 
     Plans for other parts of the tensor do not change. If chunks overlap, or there are too many gaps, one such chunk
     stands for the whole tensor.
@@ -77,7 +70,7 @@ def mark_absent(metadata: Any) -> Any:
         if gaps is None or whole + sum(math.prod(sizes) for _, sizes in gaps) != math.prod(shape):
             chunks, gaps = [], [((0,) * len(shape), shape)]
         for offsets, sizes in gaps:
-            places[MetadataIndex(fqn, offsets)] = Absent(problem)
+            places[MetadataIndex(fqn, offsets)] = problem
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         items[fqn] = replace(item, chunks=chunks)
     if not items:
