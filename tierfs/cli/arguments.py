@@ -144,14 +144,8 @@ def suggested(*words: str) -> str:
 def require_seconds(option: str, seconds: float, *, over_0: bool = False, may_be_infinite: bool = False) -> None:
     """Check a duration.
 
-    Args:
-        option: The option's name, with its dashes.
-        seconds: The duration.
-        over_0: Whether 0 is refused.
-        may_be_infinite: Whether ``inf`` is accepted.
-
     Raises:
-        InvalidInputError: The duration is out of range.
+        InvalidInputError: It is negative, 0 with ``over_0``, or infinite without ``may_be_infinite``.
     """
     is_enough = seconds > 0 if over_0 else seconds >= 0
     if not is_enough or (math.isinf(seconds) and not may_be_infinite):
@@ -159,10 +153,7 @@ def require_seconds(option: str, seconds: float, *, over_0: bool = False, may_be
 
 
 def require_torch(task: str) -> None:
-    """Check that torch is installed, without importing it.
-
-    Args:
-        task: A clause that says what needs torch, like ``checkpoints are read``.
+    """Check that torch is installed, without importing it. ``task`` is a clause like ``checkpoints are read``.
 
     Raises:
         InvalidInputError: torch is not installed.

@@ -132,8 +132,7 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int
 def writable_bytes(tensor: Any) -> memoryview | None:
     """Return a tensor's own memory for writing its elements' bytes; ``None`` if they are not contiguous on the CPU.
 
-    Args:
-        tensor: See `plain_bytes`.
+    The rule of `plain_bytes` about autograd holds.
     """
     flat = plain_bytes(tensor) if tensor.device.type == "cpu" else None
     return None if flat is None else memoryview(flat.numpy())
@@ -163,13 +162,8 @@ def has_shared_elements(tensor: torch.Tensor) -> bool:
 def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
     """Return a tensor that lies in ``buffer`` and keeps it alive. Its address is the buffer's, aligned or not.
 
-    Args:
-        buffer: Writable, and exactly as long as the tensor's bytes.
-        dtype: Of the elements.
-        shape: Of the tensor.
-
     Raises:
-        InvalidInputError: The buffer is read-only, or of another length.
+        InvalidInputError: The buffer is read-only, or not exactly as long as the tensor's bytes.
     """
     view = memoryview(buffer)
     wanted = math.prod(shape) * dtype.itemsize

@@ -53,11 +53,7 @@ class ModelShape:
 
 
 def shape_for(parameters: int) -> ModelShape:
-    """Return the shape nearest to a number of parameters, with a usual ratio of width to depth.
-
-    Args:
-        parameters: Wanted number of trained values. Sizes come in steps, so the result is near this number, not equal.
-    """
+    """Return a shape near a number of trained values, with a usual ratio of width to depth. Sizes come in steps."""
 
     def distance(shape: ModelShape) -> float:
         size = abs(math.log(shape.parameters / parameters))
@@ -143,15 +139,8 @@ def standard_library_text() -> bytes:
 class ByteStream:
     """Batches of consecutive bytes, with one lane of the text per row of a batch.
 
-    Each row continues where it stopped, after a random gap that is drawn once per batch.
-
-    Args:
-        text: The whole text, the same on all ranks.
-        batch: Rows of a batch.
-        context: Bytes of a row.
-        rank: Selects this rank's lanes.
-        world_size: Number of ranks that share the text.
-        seed: Seed of the random gaps, which differ between ranks.
+    Each row continues where it stopped, after a random gap that is drawn once per batch and differs between ranks. All
+    ranks share one text, of which ``rank`` selects the lanes.
 
     Raises:
         InvalidInputError: A lane has fewer than ``2 * context + 2`` bytes.

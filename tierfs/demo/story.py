@@ -47,14 +47,9 @@ class _Rank:
 class RankGroup:
     """The ranks of one phase, as a context manager. On exit, it kills all ranks that still run.
 
-    Each rank watches its stdin, and only this process holds the other end: the ranks never outlive this process.
-
-    Args:
-        name: The phase's name in messages.
-        arguments: Arguments of ``tierfs.demo.worker``, the same for all ranks.
-        world_size: Number of ranks.
-        timeout_s: Maximum duration of the phase.
-        ends_with: Expected exit code of every rank.
+    Each rank watches its stdin, and only this process holds the other end: the ranks never outlive this process. All
+    get the same arguments of ``tierfs.demo.worker``, and have to end with the exit code ``ends_with`` within
+    ``timeout_s``.
     """
 
     def __init__(
@@ -259,12 +254,7 @@ class DemoRun:
 
 
 class Demo:
-    """The phases of the demo, in order.
-
-    Args:
-        url: The demo writes ``straight/`` and ``resumed/`` below it.
-        plan: The checked options.
-    """
+    """The phases of the demo, in order. It writes ``straight/`` and ``resumed/`` below the URL."""
 
     def __init__(self, url: str, plan: DemoPlan) -> None:
         self._url = url

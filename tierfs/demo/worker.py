@@ -49,11 +49,8 @@ Announce = Callable[..., None]
 class HaltingSavePlanner(DefaultSavePlanner):
     """A stock planner that halts in the middle of a save, so that the launcher can kill the process there.
 
-    The kill depends on order, not on time: half of this rank's items are written when the planner announces it. If
-    nobody kills the process within 120 s, the planner raises `TimeoutError`.
-
-    Args:
-        announce: Called once, in the middle of the save.
+    The kill depends on order, not on time: half of this rank's items are written when the planner calls ``announce``.
+    If nobody kills the process within 120 s, the planner raises `TimeoutError`.
     """
 
     def __init__(self, announce: Callable[[], None]) -> None:

@@ -167,11 +167,7 @@ class Nodes:
             return list(self._by_id.values())
 
     def show(self, entry: Entry, seen: int) -> Node | None:
-        """Return the inode of an entry that was read from the store.
-
-        Args:
-            entry: The entry.
-            seen: The value of `serial` before the entry was read.
+        """Return the inode of an entry that was read from the store. ``seen`` is the value of `serial` before that.
 
         Returns:
             The inode. ``None`` if this mount changed the path in the meantime; the caller then reads the entry again.

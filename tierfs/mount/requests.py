@@ -177,11 +177,7 @@ _NAME_AT = {
 
 
 class Requests:
-    """Serves requests, independent of their transport. Thread-safe.
-
-    Args:
-        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that is left.
-    """
+    """Serves requests, independent of their transport. Thread-safe. ``publish_all`` as for `Extended`."""
 
     def __init__(self, state: MountState, publish_all: Callable[[float], list[str]]) -> None:
         self.state = state

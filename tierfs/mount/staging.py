@@ -155,11 +155,8 @@ class StagedInode:
     def write_ahead(self, make: Callable[[], Writer | None]) -> None:
         """Move a new file to a writer, if it was written from start to end so far. Later bytes go there directly.
 
-        If the writer fails here, nothing changes: the local file has all bytes, and publishing them raises
-        the error.
-
-        Args:
-            make: Makes the writer, or returns ``None`` to keep the local file.
+        ``make`` makes the writer, or returns ``None`` to keep the local file. If the writer fails here, nothing
+        changes: the local file has all bytes, and publishing them raises the error.
         """
         if self._writer is not None or not self._is_in_order or self.length < AHEAD_FROM_BYTES:
             return
@@ -188,14 +185,8 @@ class StagedInode:
     def take_writer(self, path: str, base: Manifest | None) -> Writer | None:
         """Return the writer that has all bytes, if there is one. The caller owns it then.
 
-        If the writer has another path or base, copy its bytes back to the local file and return ``None``.
-
-        Args:
-            path: The path to publish at.
-            base: The version to replace there.
-
-        Raises:
-            TierfsError, OSError: As `take_back`.
+        If the writer does not publish at ``path``, or replaces another version than ``base``, copy its bytes back to
+        the local file and return ``None``. Raises as `take_back` does.
         """
         if self.error is not None:
             raise self.error.with_traceback(None)

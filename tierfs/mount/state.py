@@ -26,10 +26,9 @@ RECENT_MAX = 256
 
 
 class Recent:
-    """Keys noted recently: paths, or pairs of a path and a thread. Thread-safe; holds at most `RECENT_MAX` keys.
+    """Keys noted in the last ``seconds``: paths, or pairs of a path and a thread.
 
-    Args:
-        seconds: How long a key counts as recent.
+    Thread-safe; holds at most `RECENT_MAX` keys.
     """
 
     def __init__(self, seconds: float) -> None:

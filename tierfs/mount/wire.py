@@ -273,12 +273,7 @@ def refusal(number: int, words: str = "") -> OSError:
 
 
 def errno_of(error: BaseException, what: str) -> int:
-    """Return the errno of an error. Log conflicts, and errors that programs do not cause in normal use.
-
-    Args:
-        error: The exception of a handler.
-        what: The operation, for the log.
-    """
+    """Return the errno of an error. Log conflicts, and errors that programs do not cause in normal use, of ``what``."""
     number = _number(error)
     if number not in _ORDINARY or isinstance(error, ConflictError):
         if isinstance(error, (TierfsError, OSError)):

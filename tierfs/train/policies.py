@@ -174,11 +174,8 @@ def young_daly_s(cost_s: float, mtbf_s: float) -> float:
 def deadline_of(environment: Mapping[str, str]) -> float | None:
     """Return the earliest deadline of this job, in seconds since the epoch; ``None`` if none is announced.
 
-    Args:
-        environment: Environment variables, of which those in `DEADLINES_S` are read.
-
     Raises:
-        InvalidInputError: The value of a variable is not a number.
+        InvalidInputError: The value of a variable in `DEADLINES_S` is not a number.
     """
     found = []
     for name in DEADLINES_S:

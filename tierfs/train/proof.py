@@ -123,15 +123,10 @@ class Prover:
         metric: str,
         tolerance: float,
     ) -> ResumeReport:
-        """Compare the restored state, then replay steps. At the end, the restored step is loaded again.
+        """Compare the restored state, then replay at most ``steps`` steps. At the end, the restored step is loaded again.
 
-        Args:
-            state: This rank's state.
-            train: Makes a step, and returns its loss; ``None`` skips the replay.
-            load: Loads a step into the state.
-            steps: The most steps to replay.
-            metric: The name of the loss.
-            tolerance: As for `replay`.
+        ``train`` makes a step, and returns its loss; ``None`` skips the replay. ``load`` loads a step into the state.
+        ``metric`` is the name of the loss. ``tolerance`` is as for `replay`.
         """
         restored = self._restored
         has_step = state.step  # `to_save` sets it

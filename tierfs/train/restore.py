@@ -112,14 +112,10 @@ class Restorer:
     def restore(
         self, state: Any, *, step: int | None, only: Sequence[str], kind: str, on_corrupt: str
     ) -> Restored | None:
-        """Load the newest step that every rank can load, or the given step.
+        """Load the newest step that every rank can load, or the given step, in place. See `Manager.restore`.
 
-        Args:
-            state: A dict of tensors and objects with ``state_dict``, or a `TrainState`. It is loaded in place.
-            step: The step to load; ``None`` for the newest one.
-            only: Shell patterns of names; empty loads everything.
-            kind: A key of `ACCEPTED`, for a restore without ``step``.
-            on_corrupt: ``previous`` passes over a step that cannot be loaded, ``raise`` raises there.
+        ``kind`` is a key of `ACCEPTED`, for a restore without ``step``. ``only`` has shell patterns of names; empty
+        loads everything. ``on_corrupt`` is ``previous``, which passes over a step that cannot be loaded, or ``raise``.
 
         Returns:
             The outcome; ``None`` if there is no complete checkpoint.

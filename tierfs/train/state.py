@@ -189,11 +189,9 @@ class TrainState:
         return values
 
     def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
-        """Apply loaded values to the parts of the state.
+        """Apply the loaded values of `to_load` to the parts of the state.
 
-        Args:
-            values: The values of `to_load`, loaded.
-            wanted: As for `to_load`. If not everything is loaded, the step and the epoch stay as they are.
+        If not everything is loaded, the step and the epoch stay as they are.
 
         Returns:
             The parts that are only approximately restored, in words.

@@ -58,9 +58,7 @@ def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
 def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mapping[str, str]]) -> str:
     """Describe the first value in which two states differ; empty if they are the same.
 
-    Args:
-        first: For each rank its digests by name. A rank may lack the digest of a value that another rank saves.
-        second: The digests of the other state.
+    Each is given by the digests of each rank by name. A rank may lack the digest of a value that another rank saves.
     """
     if len(first) != len(second):
         return f"{len(first)} ranks in one, {len(second)} in the other"

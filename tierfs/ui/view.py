@@ -199,12 +199,9 @@ _Found: TypeAlias = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
 def alarms_in(report: Mapping[str, Any], *, max_age_s: float, now_s: float) -> list[dict[str, str]]:
-    """Return the alarms of a store, problems first.
+    """Return the alarms of a store by the output of ``tierfs status --json``, problems first.
 
-    Args:
-        report: The output of ``tierfs status --json``.
-        max_age_s: Seconds for which a change may wait for the object tier.
-        now_s: The time, in seconds since the epoch.
+    ``max_age_s`` is how long a change may wait for the object tier, ``now_s`` the time since the epoch, in seconds.
 
     Returns:
         ``severity``: ``problem``, or ``note`` if nothing is at risk. ``what`` is wrong, in one sentence. ``do``: what to

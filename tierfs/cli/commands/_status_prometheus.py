@@ -132,12 +132,8 @@ _Families: TypeAlias = dict[str, tuple[str, str, list[tuple[dict[str, str], floa
 def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
     """Answer ``GET /metrics`` on this host's own address with a store's metrics, on daemon threads.
 
-    Args:
-        port: The TCP port.
-        report: Returns the store's status. Called on a thread of its own for each request.
-
-    Raises:
-        OSError: The port cannot be used.
+    ``report`` returns the store's status. It is called on a thread of its own for each request. Raises `OSError` if the
+    port cannot be used.
     """
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # noqa: PLC0415 - only where it is asked for
 
@@ -165,10 +161,9 @@ def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def exposition(*reports: Mapping[str, Any]) -> str:
-    """Write the status of stores in Prometheus's text format, which has the head of each metric once.
+    """Write results of `tierfs.store.status` in Prometheus's text format, which has the head of each metric once.
 
-    Args:
-        reports: From `tierfs.store.status`. Missing values and values of an unexpected type are skipped.
+    Missing values and values of an unexpected type are skipped.
     """
     families: _Families = {}
     for report in reports:

@@ -122,14 +122,9 @@ class UploadRate:
         self._last: tuple[object, float, float] | None = None
 
     def sample(self, report: Mapping[str, Any], now_s: float) -> float | None:
-        """Record one sample, and return the rate since the previous one.
+        """Record a result of `tierfs.store.status`, and return the rate since the previous one; None if it is unknown.
 
-        Args:
-            report: From `tierfs.store.status`.
-            now_s: Time of the sample, on a monotonic clock.
-
-        Returns:
-            None if the rate is unknown.
+        ``now_s`` is the time of the sample, on a monotonic clock.
         """
         last, self._last = self._last, None
         count = report.get("counters", {}).get("flusher_uploaded_bytes")
@@ -144,12 +139,7 @@ class UploadRate:
 
 
 def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
-    """Write a whole status as lines.
-
-    Args:
-        report: From `tierfs.store.status`.
-        rate: Bytes per second to the object tier; None if unknown.
-    """
+    """Write the result of `tierfs.store.status` as lines. ``rate`` is in bytes per second, None if unknown."""
     queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])}"
     if report["queue_files"]:
         queue += f", oldest {age(report['oldest_age_s'])}"

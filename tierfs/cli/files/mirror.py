@@ -144,12 +144,9 @@ def content_of(store: Store, entry: Entry) -> str:
 
 
 class MirrorRecord:
-    """The notes about one directory. Thread-safe.
+    """The notes about one local directory. Thread-safe.
 
     One process at a time works on a directory: the constructor waits until another process releases the lock.
-
-    Args:
-        root: The local directory.
     """
 
     def __init__(self, root: str) -> None:

@@ -345,9 +345,6 @@ def plain_store(location: Location) -> tuple[Store, str]:
 
     Nothing is looked up yet.
 
-    Args:
-        location: A file or directory.
-
     Returns:
         The store and the path of the location in it. The store's root is the parent directory, if there is one.
 

@@ -113,15 +113,7 @@ def target_of(target: Place, arguments: argparse.Namespace) -> tuple[Kind | None
 def final_place(
     source: Place, kind: Kind, target: Place, target_kind: Kind | None, *, into: bool, alone: bool
 ) -> Place:
-    """Return the place where one source ends up.
-
-    Args:
-        source: The place to copy or move.
-        kind: The source's kind.
-        target: The target argument's place.
-        target_kind: As `target_of` returns it.
-        into: As `target_of` returns it.
-        alone: Whether this is the only source.
+    """Return the place where one source, perhaps the only one (``alone``), ends up.
 
     Raises:
         InvalidInputError: There are several sources and the target is not a directory, or the source would end up at

@@ -83,12 +83,9 @@ def align(
 
 
 def colored(text: str, state: str, stream: IO[str] | None = None) -> str:
-    """Colour a text, unless ``NO_COLOR`` is set, ``TERM`` is ``dumb``, or the stream is not a terminal.
+    """Colour a text as ``ok``, ``note`` or ``problem`` for a stream, by default stdout.
 
-    Args:
-        text: Coloured as a whole.
-        state: ``ok``, ``note`` or ``problem``.
-        stream: The stream that the text is for; by default, stdout.
+    It is not coloured if ``NO_COLOR`` is set, ``TERM`` is ``dumb``, or the stream is not a terminal.
     """
     return f"\x1b[{_STYLES[state]}m{text}\x1b[0m" if _shows_colors(stream or sys.stdout) else text
 

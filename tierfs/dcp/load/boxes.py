@@ -46,13 +46,9 @@ class Box:
 
 
 def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) -> Iterator[Box]:
-    """Cut a tensor into boxes, in the order of its bytes and without gaps.
+    """Cut a tensor into boxes of at most ``bytes_max``, in the order of its bytes and without gaps.
 
-    Args:
-        checkpoint: The checkpoint that holds the tensor.
-        fqn: The tensor's name.
-        bytes_max: The maximum size of a box. A file of ``torch.save`` can only be read as a whole, so its tensor is one
-            box.
+    A file of ``torch.save`` can only be read as a whole, so its tensor is one box.
     """
     item = checkpoint.metadata.state_dict_metadata[fqn]
     dtype, shape = item.properties.dtype, tuple(item.size)

@@ -92,13 +92,7 @@ class SaveStream(SaveSink):
 
 
 class ReadStream(io.RawIOBase):
-    """A range of a file. Bytes of a file that tierfs wrote are verified.
-
-    Args:
-        reader: The file's reader.
-        at: Where the range begins, in bytes.
-        length: Of the range; by default it goes to the file's end.
-    """
+    """A range of a file in bytes, by default up to its end. Bytes of a file that tierfs wrote are verified."""
 
     def __init__(self, reader: Reader, at: int = 0, length: int | None = None) -> None:
         super().__init__()
