@@ -22,7 +22,7 @@ from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import mark_absent
 from tierfs.dcp.load.gpu_chunks import roll_back
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.torch_format.streams import read_items
+from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside

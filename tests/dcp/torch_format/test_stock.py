@@ -39,7 +39,7 @@ import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
-from tierfs.dcp.torch_format import streams
+from tierfs.dcp.torch_format import data as stockdata
 from tierfs.dcp.torch_format.metadata import StockPlace, decode_pickle
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.store import load, save
@@ -120,7 +120,7 @@ def test_checkpoints_saved_without_collectives_are_read(tmp_path):
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_part_of_a_tensor_is_read_into_any_destination(url, monkeypatch, streamed):
     if streamed:
-        monkeypatch.setattr(streams, "STREAMED_BYTES_MIN", 1)
+        monkeypatch.setattr(stockdata, "STREAMED_BYTES_MIN", 1)
     tensor = state()["model"]["w"]
     dcp.save({"w": tensor}, checkpoint_id=f"{url}/run")
     wanted = {
@@ -139,7 +139,7 @@ def test_part_of_a_tensor_is_read_into_any_destination(url, monkeypatch, streame
 
 
 def test_a_large_checkpoint_is_read_in_batches(url, monkeypatch):
-    monkeypatch.setattr(streams, "BATCH_BYTES_MAX", 3000)
+    monkeypatch.setattr(stockdata, "BATCH_BYTES_MAX", 3000)
     saved = {f"t{number}": torch.randn(number) for number in range(1, 30)}
     dcp.save(saved, checkpoint_id=f"{url}/run")
     assert_loads(f"{url}/run", saved)
@@ -212,7 +212,7 @@ def test_damage_in_an_archive_names_tensor_and_file(url, store):
 @pytest.mark.parametrize("what", ["tensor", "strided", "object"])
 def test_a_flipped_bit_in_what_others_wrote_is_not_loaded(tmp_path, monkeypatch, what, how):
     if how == "as a stream":
-        monkeypatch.setattr(streams, "STREAMED_BYTES_MIN", 1000)
+        monkeypatch.setattr(stockdata, "STREAMED_BYTES_MIN", 1000)
     tierfs.init(f"file://{tmp_path}/store")
     saved = {
         "tensor": torch.arange(1000.0),

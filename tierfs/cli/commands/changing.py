@@ -27,7 +27,7 @@ from tierfs.cli.files.targets import (
     sources_of,
     target_of,
 )
-from tierfs.cli.files.transfer import Content, Stopped, fill_stream, read_stream, run_in_parallel
+from tierfs.cli.files.transfer import FileContent, Stopped, fill_stream, read_stream, run_in_parallel
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
@@ -41,7 +41,7 @@ _STREAM = "-"
 class _CopyPlan:
     """All files and directories to copy. The plan is complete and checked before anything is copied."""
 
-    files: list[tuple[Content, Place]] = field(default_factory=list)
+    files: list[tuple[FileContent, Place]] = field(default_factory=list)
     directories: list[Place] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)  # of each target, with that of its source
     store: Store | None = None  # of the target
@@ -52,7 +52,7 @@ class _CopyPlan:
         sizes = [content.size for content, _ in self.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def add(self, content: Content, source: Place, place: Place) -> None:
+    def add(self, content: FileContent, source: Place, place: Place) -> None:
         """Add one file. Raise if another file already goes to the same place."""
         if place.url in self.urls:
             raise InvalidInputError(
@@ -92,7 +92,7 @@ def run_cp(arguments: argparse.Namespace) -> int:
     before = 0 if plan.store is None else sent_bytes(plan.store)
     with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
 
-        def copy_one(item: tuple[Content, Place], stop: threading.Event) -> None:
+        def copy_one(item: tuple[FileContent, Place], stop: threading.Event) -> None:
             _copy(*item, partial(_advance, progress, stop))
 
         for place in plan.directories:
@@ -162,7 +162,7 @@ def _plan_from_stdin(arguments: argparse.Namespace) -> _CopyPlan:
     target.check_file()
     store = target.store if isinstance(target, StorePlace) else None
     return _CopyPlan(
-        [(Content(None, lambda: read_stream(cast("io.BufferedReader", sys.stdin.buffer))), target)], store=store
+        [(FileContent(None, lambda: read_stream(cast("io.BufferedReader", sys.stdin.buffer))), target)], store=store
     )
 
 
@@ -182,7 +182,7 @@ def _copy_to_stdout(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(content: Content, target: Place, advance: Callable[[int], object]) -> None:
+def _copy(content: FileContent, target: Place, advance: Callable[[int], object]) -> None:
     """Copy one file. A copy within a store writes a manifest and no data."""
     if content.stored and isinstance(target, StorePlace) and content.stored[0] is target.store:
         advance(0)
@@ -192,7 +192,7 @@ def _copy(content: Content, target: Place, advance: Callable[[int], object]) -> 
         target.fill(_counted(content, advance), content.metadata)
 
 
-def _counted(content: Content, advance: Callable[[int], object]) -> Iterator[memoryview]:
+def _counted(content: FileContent, advance: Callable[[int], object]) -> Iterator[memoryview]:
     """Yield the content, and call ``advance`` with the length of each piece after it is written."""
     for piece in content.pieces():
         yield piece

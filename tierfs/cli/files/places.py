@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tierfs.cli.arguments import suggested
-from tierfs.cli.files.transfer import Content, fill_local, fill_stored, known_size, local_content, stored_content, walk
+from tierfs.cli.files.transfer import (
+    FileContent,
+    fill_local,
+    fill_stored,
+    known_size,
+    local_content,
+    stored_content,
+    walk,
+)
 from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
@@ -123,13 +131,13 @@ class StorePlace:
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
-    def contents(self) -> Iterator[tuple[str, Content | None]]:
+    def contents(self) -> Iterator[tuple[str, FileContent | None]]:
         """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for entry in find(self.store, self.path):
             relative = self.relative(entry.path)
             yield relative, None if entry.is_directory else stored_content(self.store, entry)
 
-    def content(self) -> Content:
+    def content(self) -> FileContent:
         """Return the content of the file here. Raises as `entry` does."""
         return stored_content(self.store, self.entry())
 
@@ -178,12 +186,12 @@ class LocalPlace:
             path=self.url,
         )
 
-    def contents(self) -> Iterator[tuple[str, Content | None]]:
+    def contents(self) -> Iterator[tuple[str, FileContent | None]]:
         """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for relative, size in walk(self.url):
             yield relative, None if size is None else local_content(os.path.join(self.url, relative), size)
 
-    def content(self) -> Content:
+    def content(self) -> FileContent:
         return local_content(self.url, known_size(self.url))
 
     def check_file(self) -> None:

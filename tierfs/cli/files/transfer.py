@@ -29,7 +29,7 @@ WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileContent:
     """The content of a file.
 
     Attributes:
@@ -45,17 +45,17 @@ class Content:
     stored: tuple[Store, str] | None = None
 
 
-def local_content(path: str, size: int | None = None) -> Content:
+def local_content(path: str, size: int | None = None) -> FileContent:
     """Return the content of a local file. The size of a pipe or device is None."""
 
     def pieces() -> Iterator[memoryview]:
         with open(path, "rb", buffering=0) as file:
             yield from read_stream(file)
 
-    return Content(size, pieces)
+    return FileContent(size, pieces)
 
 
-def stored_content(store: Store, entry: Entry) -> Content:
+def stored_content(store: Store, entry: Entry) -> FileContent:
     """Return the content of a file in a store, at the version that a listing found."""
 
     def pieces() -> Iterator[memoryview]:
@@ -63,7 +63,7 @@ def stored_content(store: Store, entry: Entry) -> Content:
         return read_pieces(reader, 0, reader.length)
 
     metadata = entry.manifest.metadata if entry.manifest is not None else None
-    return Content(entry.length, pieces, metadata, (store, entry.path))
+    return FileContent(entry.length, pieces, metadata, (store, entry.path))
 
 
 def fill_local(path: str, pieces: Iterable[memoryview]) -> None:

@@ -19,8 +19,9 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import narrowed
+from tierfs.dcp.torch_format.data import STREAM_BUFFER_BYTES, read_items
 from tierfs.dcp.torch_format.metadata import StockPlace
-from tierfs.dcp.torch_format.streams import STREAM_BUFFER_BYTES, ReadStream, check_checksums, read_items
+from tierfs.dcp.torch_format.streams import ReadStream, check_checksums
 from tierfs.errors import CorruptionError
 
 BATCH_BYTES = 64 << 20
