@@ -32,11 +32,11 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest
-from tierfs.format.references import ReferenceList, record_check
+from tierfs.format.upkeep import ReferenceList, record_check
 from tierfs.objects import LocalObjects, MemoryObjects
 from tierfs.objects.protocol import ObjectInfo, Version
 from tierfs.store import Store, save, verify
-from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.pipeline import Codecs
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.scrub import scrub
 from tierfs.units import parse_size

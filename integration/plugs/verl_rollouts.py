@@ -30,7 +30,7 @@ from servers.server import free_ports
 
 import tierfs
 from tierfs.digest import checksum
-from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.limits import MeasuredObjects
 
 
 def digest(tensor):

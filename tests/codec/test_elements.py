@@ -16,10 +16,10 @@ import safetensors.torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tierfs.codec.layout import HEAD_BYTES_MAX
 from tierfs.codec.layout import torch_zip as torchzip
 from tierfs.codec.layout.elements import Span, spans
 from tierfs.codec.layout.safetensors import read_table
-from tierfs.codec.layout.steps import HEAD_BYTES_MAX
 from tierfs.codec.layout.torch_zip import storages_in
 from tierfs.errors import CorruptionError
 

@@ -97,9 +97,8 @@ CUT_IN_CHUNKS = (
     "buffers",
     "host.write.writer",
     "host.slab.pool",
-    "store.write.cuts",
-    "store.write.preconditions",
     "store.write.sink",
+    "store.write.staging",
     "store.write.writer",
 )
 PATHS = ("a", "b", "d/a", "d/b", "d/e/a")

@@ -19,7 +19,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
 from tierfs.host.host import Host
 from tierfs.host.pending.record import Draft, ObservedBase, SlotRef, local_name
-from tierfs.host.slab import peers
+from tierfs.host.slab import ram
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.table import SlotKind
@@ -57,7 +57,7 @@ class Pending:
     def __init__(self, make, monkeypatch, stored=b"trained"):
         self.writer, self.own = make(), make()
         self.patch = monkeypatch
-        monkeypatch.setattr(peers, "Segment", SimpleNamespace(attach=self.refuse))
+        monkeypatch.setattr(ram, "Segment", SimpleNamespace(attach=self.refuse))
         name = named(b"trained")
         content = content_digest(DigestKind.XXH3_128, 7, [name])
         rows = (Row(ChunkName(name), 7, 0),)
@@ -77,7 +77,7 @@ class Pending:
         raise MemoryError
 
     def let_open(self):
-        self.patch.setattr(peers, "Segment", Segment)
+        self.patch.setattr(ram, "Segment", Segment)
 
     def attempt(self):
         self.uploader.advance(self.entry)

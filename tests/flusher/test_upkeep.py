@@ -16,7 +16,7 @@ from tierfs.flusher.upkeep import Upkeep
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store, delete, save, status
-from tierfs.store.maintenance.condition import condition
+from tierfs.store.status import condition
 from tierfs.testing.faults import flip_bit, remove
 
 HOUR = 3600

@@ -12,8 +12,7 @@ from support.independent_reader import StoreReader
 from tierfs.codec import Codec
 from tierfs.errors import TierfsError
 from tierfs.format.keys import chunk_key, parse_record_key, references_key
-from tierfs.format.references import ReferenceList
-from tierfs.format.upkeep import Collector, EpochState, PrefixState, ScrubRecord
+from tierfs.format.upkeep import Collector, EpochState, PrefixState, ReferenceList, ScrubRecord
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor

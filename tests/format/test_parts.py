@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfs.digest import BLOCK_BYTES
-from tierfs.format.ranges import BlockTargets, block_runs, by_chunk, runs_of
+from tierfs.format.envelope import BlockTargets, block_runs, by_chunk, runs_of
 
 
 @st.composite

@@ -21,7 +21,7 @@ from support.waiting import HANG_S
 import tierfs
 from tierfs.format import keys
 from tierfs.objects import ObjectTier
-from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.limits import MeasuredObjects
 from tierfs.session import open_store, parse_url
 from tierfs.store import Store
 from tierfs.testing import FaultyObjects

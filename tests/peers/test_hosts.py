@@ -16,7 +16,7 @@ from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
 from tierfs.errors import StoreError
-from tierfs.format.peer import PeerRecord
+from tierfs.format.lease import PeerRecord
 from tierfs.host.host import Host
 from tierfs.host.local_state import forget, local_stores
 from tierfs.peers.settings import Identity

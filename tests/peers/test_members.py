@@ -6,7 +6,7 @@ import pytest
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
-from tierfs.format.peer import PeerRecord
+from tierfs.format.lease import PeerRecord
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.peers.members import Members, peer_key
 from tierfs.peers.settings import Identity, PeerSettings, parse_listen

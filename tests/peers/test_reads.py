@@ -13,8 +13,8 @@ from tierfs.clock import SystemClock
 from tierfs.digest import BLOCK_BYTES, DigestKind, combine, digests_of
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
+from tierfs.format.lease import PeerRecord
 from tierfs.format.manifest import Manifest, Row
-from tierfs.format.peer import PeerRecord
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft, ObservedBase, local_name
 from tierfs.peers.members import MEMBERS_FILE

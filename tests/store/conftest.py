@@ -51,7 +51,7 @@ def make_host(tmp_path, root, descriptor):
 @pytest.fixture
 def indirect(monkeypatch):
     """Every table of chunks is stored in chunks of its own."""
-    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
+    monkeypatch.setattr(sys.modules["tierfs.store.write.staging"], "DIRECT_ROW_BYTES_MAX", 0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, Store
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.host.host import Host
-from tierfs.host.identity import check, claim
+from tierfs.host.local_state import check, claim
 from tierfs.session import compose, open_store, parse_url
 from tierfs.session.open import open_bare
 from tierfs.session.settings import TierOptions

@@ -27,9 +27,9 @@ from tierfs.format import keys
 from tierfs.format.keys import chunk_key
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
-from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
+from tierfs.host.pending.scan import StagedIndex
 from tierfs.host.slab import pool
 from tierfs.host.slab.table import HEAD_BYTES, SlotKind, SlotState
 from tierfs.store import (

@@ -12,7 +12,7 @@ from tierfs.digest import DigestKind
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store
-from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.pipeline import Codecs
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.repair import repair
 from tierfs.store.maintenance.scrub import ScrubOptions

@@ -22,12 +22,11 @@ from tierfs.format.lease import Condemned
 from tierfs.format.manifest import Manifest, Row, content_digest
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.store import Store
-from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.encode.pipeline import Codecs, blocks_of
 from tierfs.store.encode.tensors import ChunkContext
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.tree.records import observe
-from tierfs.store.write.cuts import Cutter
+from tierfs.store.write.sink import Cutter
 
 XXH3 = DigestKind.XXH3_128
 WIDTHS = {"F32": 4, "BF16": 2, "U8": 1}

@@ -39,8 +39,8 @@ from tierfs.store.read.fetch import fetch
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
+    from tierfs.format.lease import PeerRecord
     from tierfs.format.manifest import Row
-    from tierfs.format.peer import PeerRecord
     from tierfs.host.host import Host
     from tierfs.store.store import Store
 

@@ -14,21 +14,20 @@ from tierfs.format import keys
 from tierfs.format.manifest import Manifest, Record, Row, Tombstone
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
-from tierfs.store.chunks import SendPlan, send_chunk
+from tierfs.store.chunks import SendPlan, is_sound, replaced_chunks, send_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
+from tierfs.store.encode.pipeline import Codecs
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.lookup import find_chunk
-from tierfs.store.read_back import is_sound, replaced_chunks
 from tierfs.store.status import request_metrics
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, last_seen, observe, publish
 from tierfs.store.tree.references import is_root, write_references
-from tierfs.store.write.preconditions import ensure_chunks_durable
+from tierfs.store.write.staging import ensure_chunks_durable
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.sources import ChunkSources
+    from tierfs.host.cache.reader import ChunkSources
 
 _logger = logging.getLogger("tierfs.store")
 

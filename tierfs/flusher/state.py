@@ -18,7 +18,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format.manifest import Manifest
-from tierfs.host.cache.sources import ChunkSources, slot_at
+from tierfs.host.cache.reader import ChunkSources, slot_at
 from tierfs.host.events import Faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -30,7 +30,7 @@ from tierfs.host.slab.table import SlotState
 if TYPE_CHECKING:
     from tierfs.flusher.peering import Peering
     from tierfs.peers.room import PeerRoom
-    from tierfs.store.encode.codecs import Pressure
+    from tierfs.store.encode.pipeline import Pressure
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0

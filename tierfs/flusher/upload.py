@@ -17,7 +17,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.cache.sources import ChunkSources, slot_at
+from tierfs.host.cache.reader import ChunkSources, slot_at
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot

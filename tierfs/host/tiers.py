@@ -28,8 +28,8 @@ from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
+    from tierfs.format.envelope import Part
     from tierfs.format.manifest import Row
-    from tierfs.format.ranges import Part
     from tierfs.host.pending.record import Draft
 
 ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft

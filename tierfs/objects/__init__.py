@@ -27,8 +27,7 @@ from tierfs.objects.protocol import (
     Version,
 )
 from tierfs.objects.registry import connect
-from tierfs.objects.wrappers.limits import LimitedObjects, RetryingObjects
-from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.limits import LimitedObjects, MeasuredObjects, RetryingObjects
 from tierfs.objects.wrappers.verify import PromisedObjects, as_promised
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 

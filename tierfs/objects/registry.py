@@ -17,8 +17,7 @@ from tierfs.errors import InvalidInputError
 from tierfs.objects.backends.local import LocalObjects
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.protocol import ObjectTier
-from tierfs.objects.wrappers.limits import ATTEMPTS, LimitedObjects, RetryingObjects
-from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.limits import ATTEMPTS, LimitedObjects, MeasuredObjects, RetryingObjects
 
 OPTIONS = ("verify_writes",)
 """Options that tierfs interprets itself and does not pass to the filesystem: see `tierfs.objects.wrappers.verify`."""

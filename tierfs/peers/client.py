@@ -19,8 +19,8 @@ from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, Take, dial
 if TYPE_CHECKING:
     import ssl
 
-    from tierfs.format.peer import PeerRecord
-    from tierfs.host.cache.sources import ChunkSources
+    from tierfs.format.lease import PeerRecord
+    from tierfs.host.cache.reader import ChunkSources
 
 STREAMS = 4
 DIAL_S = 5.0

@@ -19,7 +19,7 @@ import xxhash
 from tierfs.clock import Clock
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.peer import PEER_BYTES_MAX, PeerRecord, peer_id
+from tierfs.format.lease import PEER_BYTES_MAX, PeerRecord, peer_id
 from tierfs.host.filesystems import disk_errors
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import OVERWRITE, ObjectInfo, ObjectTier, Version, objects_below

@@ -26,10 +26,9 @@ from tierfs.buffers import buffers
 from tierfs.clock import Clock, Pace
 from tierfs.digest import DigestKind
 from tierfs.errors import FormatError, StoreError, TierfsError
-from tierfs.format.envelope import block_count
+from tierfs.format.envelope import BlockTargets, Part, block_count
 from tierfs.format.keys import is_at_or_below
-from tierfs.format.peer import PeerRecord
-from tierfs.format.ranges import BlockTargets, Part
+from tierfs.format.lease import PeerRecord
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.client import FlusherClient

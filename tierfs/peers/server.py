@@ -19,8 +19,8 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.format.envelope import Envelope, block_count
 from tierfs.format.keys import ChunkName
+from tierfs.format.lease import peer_id
 from tierfs.format.manifest import Row
-from tierfs.format.peer import peer_id
 from tierfs.host.cache.reader import check_block, envelope_of
 from tierfs.host.pending.record import local_name
 from tierfs.peers.members import Members
@@ -30,7 +30,7 @@ from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.sources import ChunkSources
+    from tierfs.host.cache.reader import ChunkSources
 
 CONNECTIONS_MAX = 256
 CHUNKS_MAX = 3

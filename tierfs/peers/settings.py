@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.format.peer import peer_id
+from tierfs.format.lease import peer_id
 from tierfs.host.filesystems import refused
 from tierfs.peers.wire import dial
 

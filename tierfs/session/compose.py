@@ -18,8 +18,7 @@ from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
 from tierfs.host.filesystems import filesystem_of, is_network
 from tierfs.host.host import Host, state_directory
-from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, places_in
-from tierfs.host.local_state import LocalStore, is_pending, local_stores
+from tierfs.host.local_state import PLACE_FILE, DamagedPlaceError, LocalStore, is_pending, local_stores, places_in
 from tierfs.objects import ObjectTier, as_promised
 from tierfs.objects.backends.local import DIRECTORY
 from tierfs.objects.registry import connect

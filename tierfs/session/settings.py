@@ -21,7 +21,7 @@ from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
 from tierfs.peers.settings import PEERS_MAX, PeerSettings, parse_hosts, parse_listen
-from tierfs.store.encode.codecs import AUTO, Codecs
+from tierfs.store.encode.pipeline import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
 RAM_SHARE = "25%"

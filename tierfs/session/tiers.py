@@ -25,7 +25,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import Host
-from tierfs.host.identity import PLACE_FILE, check, claim, use
+from tierfs.host.local_state import PLACE_FILE, check, claim, use
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
@@ -272,7 +272,7 @@ class Launcher:
 class LaunchingClient(FlusherClient):
     """The connection to the flusher. Closing it also stops a flusher that is a thread of this process.
 
-    It owns ``used``, the descriptor from `tierfs.host.identity.use`.
+    It owns ``used``, the descriptor from `tierfs.host.local_state.use`.
     """
 
     def __init__(self, directory: Path, launcher: Launcher, used: int) -> None:

@@ -33,8 +33,7 @@ from tierfs.store.tree.records import (
 )
 from tierfs.store.tree.references import write_references
 from tierfs.store.tree.walk import live_records
-from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
-from tierfs.store.write.staging import is_staged
+from tierfs.store.write.staging import ensure_chunks_durable, is_staged, listed_rows, refuse_foreign
 from tierfs.store.write.writer import WriteMode, Writer
 
 # Manifest metadata of a file that a checkpoint may have to wait for. "in place" marks a file that is in the object tier

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tierfs.errors import NotFoundError, StoreError
 from tierfs.format.manifest import Manifest
 from tierfs.host.host import state_directory
-from tierfs.host.identity import PLACE_FILE, places_in
+from tierfs.host.local_state import PLACE_FILE, places_in
 from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import Reader, open_manifest
 from tierfs.store.store import Store

@@ -1,4 +1,4 @@
-"""The status of a store on this host, for people: tiers, queue, conflicts, errors.
+"""The status of a store for people: on this host its tiers, queue, conflicts and errors; its condition on any host.
 
 No other process can inspect a process's GPU memory. So each process with a device tier replaces a note, a small file in
 the store's directory, after every save. A note counts while the process that wrote it is alive.
@@ -9,25 +9,36 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tierfs import kernels
 from tierfs.clock import boot_id
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import NotFoundError, StoreError, TierfsError
+from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT
+from tierfs.format.manifest import TOMBSTONE_BYTES
+from tierfs.format.upkeep import SCRUB_BYTES_MAX, ScrubRecord
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.pending.levels import Level
 from tierfs.host.segment_folder import unused_folders
 from tierfs.objects import LimitedObjects, MeasuredObjects, ObjectTier, PromisedObjects, RetryingObjects, WrappedObjects
+from tierfs.objects.checksums import read_decoded
+from tierfs.objects.protocol import Prefix, objects_below
 from tierfs.store.local_changes import tiers_below
+from tierfs.store.maintenance.gc_turn import read_collector
+from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
+from tierfs.store.tree.walk import directory_name
 from tierfs.urls_as_paths import misplaced
 
 if TYPE_CHECKING:
     from tierfs.host.pending.record import Draft
     from tierfs.host.slab.ram import RamTier
+
 
 ASK_TIMEOUT_S = 5.0
 NO_NVME = "the flusher runs without it: %s"
@@ -232,3 +243,89 @@ def read_notes(store: Store) -> dict[str, Any] | None:
 
 def _age_s(note: Mapping[str, Any]) -> float:
     return round(float(note["newest_age_s"]) + max(0.0, (time.time_ns() - int(note["written_ns"])) / 1e9), 3)
+
+
+PREFIX_COUNT = 256
+DIRECTORIES_MAX = 32
+NEWEST_TRIED = 4
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def condition(store: Store) -> dict[str, Any]:
+    """Return the store's condition as plain values, for its status.
+
+    A part is missing if it cannot be read, or if its task never ran. If the store has local tiers, the object tier has
+    to answer within a moment.
+
+    Returns:
+        ``upkeep``: the results of ``gc`` and ``scrub`` as their records have them. ``missing_chunks`` and
+        ``vanished_records``: by the newer of the two. ``lost_bytes``: bytes that `repair` moved aside.
+        ``checkpoints``: see `newest_checkpoints`.
+    """
+    bare = store.without_local_tiers()
+
+    def scrubbed() -> dict[str, Any]:
+        where = bare.where(keys.SCRUB)
+        record, _, _ = read_decoded(bare.objects, keys.SCRUB, SCRUB_BYTES_MAX, ScrubRecord.decode, where)
+        times_ns = [state.verified_ns for state in record.prefixes.values()]
+        oldest_ns = min(times_ns) if len(times_ns) == PREFIX_COUNT else 0
+        return {**record.last, "known_damaged": len(record.damaged), "oldest_ns": oldest_ns} if record.last else {}
+
+    looks: dict[str, Callable[[], Any]] = {
+        "gc": lambda: dict(read_collector(bare)[0].last),
+        "scrub": scrubbed,
+        "lost_bytes": lambda: sum(item.size for item in objects_below(bare.objects, keys.LOST)),
+        "checkpoints": lambda: newest_checkpoints(bare),
+    }
+
+    def ask(look: Callable[[], Any]) -> Any:
+        try:
+            return ask_briefly(store, look) if store.tiers is not None else look()
+        except TierfsError:
+            return {}
+
+    found = {name: value for name, look in looks.items() if (value := ask(look)) != {}}
+    upkeep = {name: found.pop(name) for name in ("gc", "scrub") if name in found}
+    if upkeep:
+        found["upkeep"] = upkeep
+    gc, scrub = upkeep.get("gc", {}), upkeep.get("scrub", {})
+    for name, key, gc_time in (
+        ("missing_chunks", "missing", "succeeded_ns"),
+        ("vanished_records", "vanished", "ended_ns"),
+    ):
+        known = [(gc.get(gc_time, 0), gc.get(key)), (scrub.get("looked_ns", 0), scrub.get(key))]
+        newest = max(((time, count) for time, count in known if count is not None), default=None)
+        if newest is not None:
+            found[name] = newest[1]
+    return found
+
+
+def newest_checkpoints(store: Store) -> dict[str, dict[str, int]]:
+    """Return the newest complete checkpoint of each run: its step, and when the object tier got its metadata.
+
+    A run is a directory whose subdirectories have numbers in their names, such as ``step_100``. This lists at most
+    `DIRECTORIES_MAX` directories from the root on, and looks at the `NEWEST_TRIED` highest steps of each.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    found: dict[str, dict[str, int]] = {}
+    left = [""]
+    for _ in range(DIRECTORIES_MAX):
+        if not left:
+            break
+        directory = left.pop(0)
+        listed = store.objects.list(keys.directory_prefix(directory), delimiter=True)
+        names = [name for item in listed if isinstance(item, Prefix) and (name := directory_name(item.key))]
+        steps = sorted(((int(numbers[-1]), name) for name in names if (numbers := _NUMBER.findall(name))), reverse=True)
+        for step, name in steps[:NEWEST_TRIED]:
+            try:
+                info = store.objects.head(keys.record_key(keys.inside(directory, f"{name}/{ROOT}")))
+            except NotFoundError:
+                continue
+            if info.size != TOMBSTONE_BYTES:
+                found[directory] = {"step": step, "published_ns": info.modified_ns}
+                break
+        else:
+            left += [keys.inside(directory, name) for name in names]
+    return found

@@ -23,7 +23,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, ObjectTier, Version
-from tierfs.store.encode.codecs import AUTO, Codecs
+from tierfs.store.encode.pipeline import AUTO, Codecs
 from tierfs.store.leases import LeaseCache
 from tierfs.store.offline import ask_briefly
 from tierfs.store.tree.host_records import HostRecords

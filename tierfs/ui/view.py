@@ -17,7 +17,7 @@ from tierfs.cli.terminal.output import describe
 from tierfs.errors import TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import status
-from tierfs.store.maintenance.condition import condition
+from tierfs.store.status import condition
 from tierfs.threads import start_daemon
 from tierfs.ui.checkpoints import CheckpointList, directory_of, pending_in
 from tierfs.units import format_bytes

@@ -18,7 +18,7 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.host.events import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import has_tier, is_needed
-from tierfs.host.pending.index import DecodedDrafts
+from tierfs.host.pending.scan import DecodedDrafts
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tierfs.digest import CHUNK_BYTES
-from tierfs.host.slab.slot_allocator import SlotAllocator
+from tierfs.host.slab.allocate import SlotAllocator
 from tierfs.host.slab.table import Layout, padded
 
 PAGE = 4096

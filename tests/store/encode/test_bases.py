@@ -11,9 +11,8 @@ from tierfs.errors import InvalidInputError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row, encode_rows
-from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.encoder import Encoder
-from tierfs.store.encode.pipeline import SourcePiece
+from tierfs.store.encode.pipeline import Codecs, SourcePiece
 from tierfs.store.encode.tensors import ChunkContext
 
 KIND = DigestKind.XXH3_128

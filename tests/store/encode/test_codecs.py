@@ -6,7 +6,7 @@ import pytest
 
 from tierfs.codec import Codec
 from tierfs.errors import InvalidInputError
-from tierfs.store.encode.codecs import AUTO, Codecs
+from tierfs.store.encode.pipeline import AUTO, Codecs
 
 
 @pytest.mark.parametrize(

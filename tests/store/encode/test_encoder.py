@@ -20,9 +20,8 @@ from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode import encoder as encoder_module
-from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.encoder import REPROBE_SAVES, Encoder
-from tierfs.store.encode.pipeline import SourcePiece, blocks_of
+from tierfs.store.encode.pipeline import Codecs, SourcePiece, blocks_of
 from tierfs.store.encode.tensors import ChunkContext, Tensor
 
 MIB = 1 << 20

@@ -16,8 +16,7 @@ from tierfs.format.envelope import block_count
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import delete, load, rename, save, verify
 from tierfs.store.encode.keyframes import KEYFRAME_SAVES
-from tierfs.store.encode.parents import group_of
-from tierfs.store.encode.tensors import ChunkContext, Tensor
+from tierfs.store.encode.tensors import ChunkContext, Tensor, group_of
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 

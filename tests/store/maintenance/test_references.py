@@ -7,7 +7,7 @@ from support.damaging import content, gc, keys_below, make_store, pass_grace, pa
 from support.served import KilledError, StepLink
 
 from tierfs.format import keys
-from tierfs.format.references import ReferenceList, record_check
+from tierfs.format.upkeep import ReferenceList, record_check
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import copy, delete, load, rename, save, usage, usages, verify
 from tierfs.store.maintenance.gc.name_set import NameSet

@@ -7,10 +7,10 @@ from tierfs.format import keys
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import delete, load, make_directory, save, stat, usage, verify
 from tierfs.store.create import read_descriptor
-from tierfs.store.maintenance.condition import condition
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.repair import repair
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
+from tierfs.store.status import condition
 from tierfs.store.tree.references import write_references
 
 FILES = {"a": content(0), "b": b"one" * 1000, "run/__0_0": content(2), "run/.metadata": content(3)}

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tierfs.codec.layout.elements import spans
 from tierfs.digest import CHUNK_BYTES
 from tierfs.store import Writer, load
-from tierfs.store.write import cuts
-from tierfs.store.write.cuts import LARGE_BYTES, Cutter
+from tierfs.store.write import sink
+from tierfs.store.write.sink import LARGE_BYTES, Cutter
 
 MIB = 1 << 20
 SMALL_CHUNK, SMALL_LARGE = 4096, 512
@@ -35,8 +35,8 @@ def ends_of(data, pieces=None, **options):
         at += len(piece)
     assert at == len(data)
     begins = [0, *found]
-    assert all(0 < end - begin <= cuts.CHUNK_BYTES for begin, end in itertools.pairwise(begins))
-    assert len(data) - begins[-1] < cuts.CHUNK_BYTES
+    assert all(0 < end - begin <= sink.CHUNK_BYTES for begin, end in itertools.pairwise(begins))
+    assert len(data) - begins[-1] < sink.CHUNK_BYTES
     return found
 
 
@@ -63,8 +63,8 @@ def starts_in(data):
 def small_chunks():
     """Chunks so small that a test can try every position in a file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "CHUNK_BYTES", SMALL_CHUNK)
-        patch.setattr(cuts, "LARGE_BYTES", SMALL_LARGE)
+        patch.setattr(sink, "CHUNK_BYTES", SMALL_CHUNK)
+        patch.setattr(sink, "LARGE_BYTES", SMALL_LARGE)
         yield
 
 

@@ -41,7 +41,7 @@ from tierfs.store import Store
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.verify import CheckpointLoss
-    from tierfs.store.maintenance.repair_report import RepairReport
+    from tierfs.store.maintenance.repair_records import RepairReport
 
 
 WHOLE = 1_000_000

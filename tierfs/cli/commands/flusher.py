@@ -311,7 +311,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.flusher.engine import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.flusher.upkeep import Upkeep  # noqa: PLC0415
     from tierfs.host.host import Host  # noqa: PLC0415
-    from tierfs.host.identity import claim  # noqa: PLC0415
+    from tierfs.host.local_state import claim  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415
     from tierfs.session.tiers import publisher_of  # noqa: PLC0415
 
@@ -354,7 +354,7 @@ def _serve_metrics(port: int, location: Location) -> None:
     from tierfs.cli.commands._status_prometheus import serve_metrics  # noqa: PLC0415 - only where it is asked for
     from tierfs.session import open_store  # noqa: PLC0415
     from tierfs.store import status  # noqa: PLC0415
-    from tierfs.store.maintenance.condition import condition  # noqa: PLC0415
+    from tierfs.store.status import condition  # noqa: PLC0415
 
     known: dict[str, Any] = {}
     asked_s = -math.inf
@@ -374,7 +374,7 @@ def _serve_metrics(port: int, location: Location) -> None:
 
 def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
-    from tierfs.host.identity import claim  # noqa: PLC0415
+    from tierfs.host.local_state import claim  # noqa: PLC0415
     from tierfs.host.rpc.client import stop_flusher  # noqa: PLC0415 - only what a command needs
     from tierfs.session.compose import local_store  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415

@@ -16,7 +16,7 @@ from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, align, colored, format_time, print_json, printable
 from tierfs.errors import StoreError
 from tierfs.store import Store, status
-from tierfs.store.maintenance.condition import condition
+from tierfs.store.status import condition
 from tierfs.units import format_bytes
 
 WATCH_S = 2.0

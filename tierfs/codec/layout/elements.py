@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tierfs.codec.layout import BYTES, Item, Read, Steps
 from tierfs.codec.layout.safetensors import follow_safetensors
-from tierfs.codec.layout.steps import BYTES, Item, Read, Steps
 from tierfs.codec.layout.torch_zip import LOCAL, follow_torchzip
 
 _START_BYTES = 9  # the length of a safetensors header, and its first character

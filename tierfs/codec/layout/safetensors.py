@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
+from tierfs.codec.layout import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
 from tierfs.errors import CorruptionError
 
 HEADER_BYTES_MAX = 100_000_000

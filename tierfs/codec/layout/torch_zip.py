@@ -15,7 +15,7 @@ import struct
 from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias
 
-from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
+from tierfs.codec.layout import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
 
 LOCAL = b"PK\x03\x04"
 """The first bytes of each record, and so of the file."""

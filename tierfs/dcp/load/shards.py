@@ -14,7 +14,7 @@ import torch
 
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
-from tierfs.format.ranges import Part, by_chunk
+from tierfs.format.envelope import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
 from tierfs.threads import transfers
 

@@ -14,7 +14,7 @@ from tierfs.buffers import PAGE_BYTES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.filesystems import disk_errors
 from tierfs.host.nvme.chunk_file import padded_pages, transfer
-from tierfs.host.slab.slot_allocator import FreeRanges
+from tierfs.host.slab.allocate import FreeRanges
 from tierfs.host.slab.table import padded
 
 _logger = logging.getLogger("tierfs.activations")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, TierfsError
-from tierfs.format.ranges import WHOLE_SHARE, Part, block_runs
+from tierfs.format.envelope import WHOLE_SHARE, Part, block_runs
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.events import Counters
 from tierfs.host.name_locks import NameLocks
@@ -18,8 +18,7 @@ from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotKind, SlotState
-from tierfs.host.write.chunk_buffer import ChunkBuffer
-from tierfs.host.write.writer import NAMES_MAX, SlabWriter
+from tierfs.host.write.writer import NAMES_MAX, ChunkBuffer, SlabWriter
 from tierfs.threads import processors, start_daemon
 
 QUEUE_MAX = 256

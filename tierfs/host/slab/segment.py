@@ -24,9 +24,8 @@ import numpy as np
 
 from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
-from tierfs.host.slab.allocate import allocate, give_up, map_shared
+from tierfs.host.slab.allocate import SlotAllocator, allocate, give_up, map_shared
 from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, Reservation, SegmentHeader, open_segment, reopened
-from tierfs.host.slab.slot_allocator import SlotAllocator
 from tierfs.host.slab.table import (
     DATA_STATES,
     DIRTY_STATES,

@@ -24,7 +24,6 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._stripes import locked
 from tierfs.objects.backends.shared_session import plain
 from tierfs.objects.backends.spans import spans_of, taking
 from tierfs.objects.checksums import verify_checksum
@@ -45,6 +44,7 @@ from tierfs.objects.protocol import (
     check_end,
     check_limit,
     check_version,
+    locked,
 )
 
 # Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all

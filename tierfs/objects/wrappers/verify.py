@@ -20,7 +20,6 @@ from tierfs.errors import (
 )
 from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import checksum_for, computable
 from tierfs.objects.protocol import (
     CREATE,
@@ -32,6 +31,7 @@ from tierfs.objects.protocol import (
     PutMode,
     Update,
     check_version,
+    locked,
 )
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 

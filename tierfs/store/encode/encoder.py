@@ -23,12 +23,13 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.store.encode.codecs import Codecs, Pressure
 from tierfs.store.encode.pipeline import (
     BlockPlan,
+    Codecs,
     Deriver,
     Encoded,
     EncodedBlock,
+    Pressure,
     SourcePiece,
     blocks_of,
     encode_chunk,

@@ -23,11 +23,14 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft
-from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
 from tierfs.store.encode.tensors import (
     ChunkContext,
     ChunkPart,
+    ListedNames,
     TensorPlace,
+    find_parent,
+    given_parent,
+    group_of,
     layout_of,
     places,
     stored_layout,
@@ -40,7 +43,7 @@ from tierfs.store.tree.records import observe
 from tierfs.threads import transfers
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.sources import ChunkSources
+    from tierfs.host.cache.reader import ChunkSources
 
 KEYFRAME_SAVES = 10
 # The age of a keyframe that is only known from a chunk encoded against it.

@@ -17,15 +17,14 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.parents import group_of
-from tierfs.store.encode.tensors import ChunkContext, places, stored_layout, unknown_layout
+from tierfs.store.encode.tensors import ChunkContext, group_of, places, stored_layout, unknown_layout
 from tierfs.store.maintenance.gc.report import Tally
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import Reader, expand_rows, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe, publish
 from tierfs.store.tree.walk import live_records, read_manifests
-from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows
+from tierfs.store.write.staging import ensure_chunks_durable, listed_rows
 
 RECORDS_AT_ONCE = 1000
 _logger = logging.getLogger("tierfs.gc")

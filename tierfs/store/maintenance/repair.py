@@ -19,7 +19,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
-from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
+from tierfs.format.upkeep import REFERENCES_BYTES_MAX, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
@@ -27,8 +27,7 @@ from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
-from tierfs.store.maintenance.repair_records import Mender
-from tierfs.store.maintenance.repair_report import FileLoss, RepairReport
+from tierfs.store.maintenance.repair_records import FileLoss, Mender, RepairReport
 from tierfs.store.maintenance.scrub import read_scrub_record
 from tierfs.store.read.fetch import bad_parts, fetch
 from tierfs.store.read.reader import expand_rows

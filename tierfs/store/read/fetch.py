@@ -15,11 +15,21 @@ from tierfs.codec import Codec, decode_block
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
-from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.envelope import (
+    ANY_SHARE,
+    ENVELOPE_BYTES_MAX,
+    EXACT_SHARE,
+    WHOLE_SHARE,
+    BlockTargets,
+    Envelope,
+    Part,
+    block_count,
+    envelope_bytes,
+    runs_of,
+)
 from tierfs.format.header import HEADER_BYTES, peek_kind
 from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Row
-from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import ObjectInfo, Take

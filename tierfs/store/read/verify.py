@@ -18,8 +18,7 @@ from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Manifest, Row
-from tierfs.format.references import ReferenceList
-from tierfs.format.upkeep import Collector
+from tierfs.format.upkeep import Collector, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import Damage, examine, lacks_base

@@ -15,8 +15,14 @@ from tierfs.store.read.reader import expand_rows, open_entry
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import Observed, observe, observe_to_stage
-from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
-from tierfs.store.write.staging import after_pending, bury, is_staged
+from tierfs.store.write.staging import (
+    after_pending,
+    bury,
+    ensure_chunks_durable,
+    is_staged,
+    listed_rows,
+    refuse_foreign,
+)
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
 

@@ -13,7 +13,7 @@ from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT, is_part
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest
-from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList, record_check
+from tierfs.format.upkeep import REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import ObjectInfo, Version, objects_below
 from tierfs.store.announced_saves import AnnouncedSaves

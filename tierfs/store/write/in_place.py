@@ -23,11 +23,9 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
-from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.codecs import Pressure
-from tierfs.store.encode.parents import group_of
-from tierfs.store.encode.tensors import ChunkContext, layout_of, places
-from tierfs.store.read_back import replaced_chunks
+from tierfs.store.chunks import replaced_chunks, store_chunk
+from tierfs.store.encode.pipeline import Pressure
+from tierfs.store.encode.tensors import ChunkContext, group_of, layout_of, places
 from tierfs.store.store import Store
 from tierfs.store.write.writer import Writer
 from tierfs.threads import processors, start_daemon, transfers
@@ -35,7 +33,7 @@ from tierfs.threads import processors, start_daemon, transfers
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment, Slot
     from tierfs.host.write.ahead import Ahead
-    from tierfs.host.write.chunk_buffer import ChunkBuffer
+    from tierfs.host.write.writer import ChunkBuffer
 
 _logger = logging.getLogger("tierfs.store")
 

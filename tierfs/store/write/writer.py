@@ -16,14 +16,20 @@ from tierfs.format.header import Kind
 from tierfs.format.manifest import INLINE_BYTES_MAX, Manifest, Row, content_digest, inline_digest
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
-from tierfs.store.encode.codecs import Pressure
+from tierfs.store.encode.pipeline import Pressure
 from tierfs.store.read.reader import Reader, expand_rows, open_content, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
-from tierfs.store.write.cuts import Cutter
-from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
-from tierfs.store.write.sink import ObjectSink, SlabSink
-from tierfs.store.write.staging import check_stands, follow, is_staged, seal
+from tierfs.store.write.sink import Cutter, ObjectSink, SlabSink
+from tierfs.store.write.staging import (
+    check_stands,
+    ensure_chunks_durable,
+    follow,
+    is_staged,
+    listed_rows,
+    refuse_foreign,
+    seal,
+)
 from tierfs.units import format_bytes
 
 

@@ -21,7 +21,7 @@ from tierfs.format.checkpoint import ROOT, SaveMark, is_part
 from tierfs.format.header import Kind
 from tierfs.format.keys import inside
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
-from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
+from tierfs.format.upkeep import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.announced_saves import PENDING, AnnouncedSaves
@@ -126,7 +126,7 @@ class _Read:
 
     Attributes:
         names: Encoded names of chunk objects, laid end to end.
-        check: See `tierfs.format.references.record_check`.
+        check: See `tierfs.format.upkeep.record_check`.
         part_bytes: Length of a shard file; None for any other file.
     """
 

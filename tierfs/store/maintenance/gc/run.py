@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 from tierfs.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
-from tierfs.format.references import record_check
-from tierfs.format.upkeep import EpochState
+from tierfs.format.upkeep import EpochState, record_check
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
 from tierfs.store.maintenance.gc.mark import Marked, Part, mark
