@@ -13,7 +13,7 @@ from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.access import Access
 from tierfs.flusher.nvme import WAITS_MAX, NvmePersister
 from tierfs.flusher.queue import FlushItem, FlushStage
-from tierfs.flusher.state import FlushState, NotAskedError, UnreadSegmentError
+from tierfs.flusher.state import FlushState, NotYetError
 from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
@@ -114,7 +114,7 @@ def pending(make_tier, monkeypatch, caplog):
 
 def test_a_chunk_in_a_segment_that_cannot_be_opened_is_waited_for(pending):
     draft = pending()
-    assert isinstance(draft.attempt(), UnreadSegmentError)
+    assert isinstance(draft.attempt(), NotYetError)
     draft.let_open()
     draft.attempt()
     assert [row.stored_length for row in draft.published] == [7]
@@ -123,7 +123,7 @@ def test_a_chunk_in_a_segment_that_cannot_be_opened_is_waited_for(pending):
 def test_a_segment_that_is_opened_while_other_tiers_are_asked_is_not_lost(pending):
     draft = pending()
     draft.while_asked = draft.let_open
-    assert isinstance(draft.attempt(), UnreadSegmentError)
+    assert isinstance(draft.attempt(), NotYetError)
     draft.attempt()
     assert draft.published
 
@@ -156,7 +156,7 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
-        assert isinstance(draft.entry.error, NotAskedError)
+        assert isinstance(draft.entry.error, NotYetError)
     assert persister.persist([draft.entry]) == is_told
     assert draft.entry.past_nvme == is_told
     persister.stop()
@@ -170,7 +170,7 @@ def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
-        assert isinstance(draft.entry.error, UnreadSegmentError)
+        assert isinstance(draft.entry.error, NotYetError)
         assert not draft.entry.past_nvme
     assert not draft.state.counters["nvme_failures"]
     assert persister.persist([draft.entry]), "those of other processes do not wait for as long as this one likes"

@@ -83,7 +83,6 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
 
     Args:
         raw: The block, 1 byte to 1 MiB. Borrowed, as are the others.
-        coding: The coding to try.
         base: The block's base: as long as ``raw`` for DPLANE and SPARSE, twice as long for DERIVE.
         out: At least as long as ``raw``, and not overlapping it. Undefined behind the encoded bytes.
 

@@ -50,8 +50,6 @@ class PlaneWriter:
     """Writes planes to an encoded block: first the heads of all planes, then their data.
 
     Args:
-        raw: The block.
-        width: Bytes of its elements.
         out: The encoded block. The caller writes the bytes before the heads.
         at: Offset of the heads.
         count: How many planes there will be.
@@ -105,7 +103,6 @@ class PlaneReader:
     """Reads the planes of an encoded block, one after the other.
 
     Args:
-        encoded: The block.
         at: Offset of the heads.
         sizes: Decoded bytes of each plane.
         tail: How many bytes follow the planes: those behind the last whole element.

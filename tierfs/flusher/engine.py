@@ -193,8 +193,6 @@ def build_engine(
     """Build the engine of a flusher, to be run by a `Service`.
 
     Args:
-        host: The host.
-        uuid: The store's uuid.
         connect: Makes the publisher from the `Way` that a client hands over. The flusher waits for a client's way
             unless ``own`` is given.
         ram_bytes: The budget of the ram tier; 0 if that is off.
@@ -202,7 +200,6 @@ def build_engine(
         bandwidth: Most bytes of encoded chunks per second to the object tier; 0 for no bound.
         own: A way to the object tier that is used until a client hands over a better one.
         publisher: Publishes to the store if there is no ``connect``.
-        clock: The source of time.
         faults: Called before and after each ordered step.
         fallbacks: Counters to increment at the start: the fallbacks of this process so far.
         peers: The settings of replication to other hosts; ``None`` if it is off.

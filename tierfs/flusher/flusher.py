@@ -65,9 +65,7 @@ class Flusher:
     """Moves one store's drafts to lower tiers. Thread-safe.
 
     Args:
-        ram: The host's ram tier for the store.
         nvme: The nvme tier, or ``None`` if there is none.
-        clock: The source of time.
         random: Uniform in [0, 1). Adds jitter to retries.
         bandwidth: Most bytes of encoded chunks per second to the object tier; 0 for no bound.
         faults: Called before and after each ordered step with its name, so that tests can fail there.
@@ -252,7 +250,6 @@ class Flusher:
 
         Args:
             path: The path. No draft at or below it may be lost.
-            level: The level to reach.
             timeout_s: How long to wait; ``None`` for no limit.
             write_id: The write id of the one draft to wait for. If ``None``, wait for all.
             gone: Set when the client has hung up, which ends the wait.

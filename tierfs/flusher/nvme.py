@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tierfs.buffers import buffers
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flusher.queue import FlushItem
-from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
+from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotYetError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.reader import read_blocks
@@ -121,8 +121,8 @@ class NvmePersister:
         Return false if it has to wait, and all drafts behind it.
         """
         state = self._state
-        is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and not state.access.is_known)
-        if isinstance(error, (UnreadSegmentError, NotAskedError)) and is_hopeful:
+        is_hopeful = entry.failures < WAITS_MAX or (error.tier == "object" and not state.access.is_known)
+        if isinstance(error, NotYetError) and is_hopeful:
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
         if not isinstance(error, CapacityError):
@@ -236,7 +236,7 @@ class NvmePersister:
         """Return whether the object tier has a chunk that this draft took over from a draft published meanwhile.
 
         Raises:
-            NotAskedError: The object tier cannot be asked now.
+            NotYetError: The object tier cannot be asked now.
         """
         try:
             self._state.access.call(lambda publisher: publisher.find_chunk(row))
@@ -245,7 +245,7 @@ class NvmePersister:
         except StoreError as error:
             if not error.transient:
                 raise
-            raise NotAskedError(str(error), transient=True, tier="object") from error
+            raise NotYetError(str(error), transient=True, tier="object") from error
         return True
 
     # -- chunks --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,6 @@ class NvmePersister:
         file.
 
         Args:
-            references: The chunks' slots.
             length: Present length of the file in bytes.
         """
         state = self._state

@@ -63,7 +63,6 @@ class Peering:
     Args:
         state: Shared by the flusher's parts.
         settings: What this host asks of its peers, and gives to them.
-        host: The host.
         store: The store's uuid.
 
     Raises:

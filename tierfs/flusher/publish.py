@@ -108,7 +108,6 @@ class StorePublisher:
         """Publish the draft's record with these rows, on condition that its base is still current. Idempotent.
 
         Args:
-            draft: The change.
             plan: The result of `plan` for it.
             rows: The rows of its chunks. A chunk that garbage collection may delete is stored again.
             local: Copies of the chunks on this host.

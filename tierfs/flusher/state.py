@@ -42,15 +42,8 @@ STALL_S = 60.0
 _logger = logging.getLogger("tierfs.flush")
 
 
-class UnreadSegmentError(StoreError):
-    """A chunk may lie in a segment that could not be opened yet."""
-
-
-class NotAskedError(StoreError):
-    """The object tier cannot be asked for a chunk that no local tier has.
-
-    It is unreachable, or no client has sent its location yet.
-    """
+class NotYetError(StoreError):
+    """A chunk was not found, because a place could not be looked at yet: a segment (``ram``), or the object tier."""
 
 
 class FlushState:
@@ -187,7 +180,7 @@ class FlushState:
         if self.chunk(reference) is None and not self.ram.unread():
             return error
         text = f"{entry.path}: one of its chunks is in a segment that cannot be opened now"
-        return UnreadSegmentError(text, transient=True, path=entry.path, tier="ram")
+        return NotYetError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
         """Mark a draft's slots as clean, because a lower tier has the draft or it is discarded.

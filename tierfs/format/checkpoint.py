@@ -94,7 +94,6 @@ def named_files(document: bytes, where: str) -> frozenset[str]:
     """Return the names of the files that a metadata document lists.
 
     Args:
-        document: The document's bytes.
         where: The name of the document in errors.
 
     Raises:

@@ -92,8 +92,6 @@ def open_plain(data: Buffer, expected: Kind, name: str, where: str) -> Cursor:
     """Check an object of a kind that has no flags, and return a cursor over its fields.
 
     Args:
-        data: The whole object.
-        expected: Its kind.
         name: The name of that kind in errors, with its article.
         where: The name of this object in errors.
 

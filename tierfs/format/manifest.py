@@ -163,7 +163,6 @@ def decode_record(data: Buffer, path: str | None, where: str) -> Record:
     """Decode the record of ``path``.
 
     Args:
-        data: The whole object.
         path: The path that the record was looked up under. None accepts a record of any path.
         where: The name of the object in errors.
 

@@ -241,7 +241,6 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
     nothing, apart from clean copies in memory; `finish_removals` deletes the rest.
 
     Args:
-        state: The state directory.
         store: From `local_stores`.
         dry_run: Check only, and remove nothing.
 

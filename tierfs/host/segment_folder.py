@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -161,27 +160,18 @@ class SegmentFolder:
             self._make(folder)  # another process removed it while this one waited
 
 
-class UnusedFolder(NamedTuple):
-    """A folder of segments that no process uses.
+def unused_folders(own: Path) -> list[tuple[str, int, str]]:
+    """Return the folders of this user beside ``own`` that no process uses. Their memory stays until they are removed.
 
-    Attributes:
-        folder: Its path.
-        bytes: Memory that its files occupy.
-        state_directory: The state directory that it belongs to, which may be gone; empty if unknown.
+    Returns:
+        The path of each; the bytes of memory that its files occupy; and the state directory that it belongs to, which
+        may be gone, or empty if that is unknown.
     """
-
-    folder: str
-    bytes: int
-    state_directory: str
-
-
-def unused_folders(own: Path) -> list[UnusedFolder]:
-    """Return the folders of this user beside ``own`` that no process uses. Their memory stays until they are removed."""
-    found: list[UnusedFolder] = []
+    found: list[tuple[str, int, str]] = []
     for folder, said in _unused(own):
         with contextlib.suppress(OSError):  # removed meanwhile
             size = sum(entry.stat(follow_symlinks=False).st_blocks * _SECTOR_BYTES for entry in entries_of(folder))
-            found.append(UnusedFolder(str(folder), size, said))
+            found.append((str(folder), size, said))
     return found
 
 

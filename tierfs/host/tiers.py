@@ -55,7 +55,6 @@ class Tiers:
     """One store's local tiers. Thread-safe.
 
     Args:
-        ram: The ram tier.
         nvme: The nvme tier; also if it is off, because it may hold pending drafts from before.
         flusher: Client of the flusher.
         kind: The store's kind of digest.

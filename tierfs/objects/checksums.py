@@ -139,8 +139,6 @@ def read_decoded(
     """Read a whole small object and decode it. What cannot be decoded is read once more.
 
     Args:
-        objects: The tier.
-        key: The object.
         limit: Its largest size in bytes.
         decode: Decodes the bytes. Its second argument is ``where``.
         where: Name of the object in errors.

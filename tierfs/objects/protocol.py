@@ -129,7 +129,6 @@ class ObjectTier(Protocol):
         """Store the joined pieces of ``data``, durably and atomically.
 
         Args:
-            key: The object's key.
             data: Borrowed for the call only.
             mode: Condition on the current object. If the endpoint cannot promise it, the tier checks it as well as it
                 can.
@@ -159,7 +158,6 @@ class ObjectTier(Protocol):
         """Pass the first ``length`` bytes of an object, all of one version, to ``use`` piece by piece.
 
         Args:
-            key: The object's key.
             length: How many bytes ``use`` may take.
             use: Called on this thread. If the request is retried, it is called again and takes the bytes from the first
                 one on. A request may be in flight while it runs, so it must not call the tier. The time it takes counts
@@ -208,7 +206,6 @@ class ObjectTier(Protocol):
         It tells whether the endpoint ended a listing early. It takes one request, or a few on a tier of directories.
 
         Args:
-            prefix: As for `list`.
             after: A key that starts with ``prefix``, or ``prefix`` itself.
 
         Raises:

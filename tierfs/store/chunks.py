@@ -143,7 +143,6 @@ def store_chunk(
     stored again.
 
     Args:
-        store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         context: Facts about the chunk that guide its encoding.
         into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer needs its

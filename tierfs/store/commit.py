@@ -60,7 +60,6 @@ class Commits:
         While the object tier is unreachable, the checkpoint that this host saw last counts.
 
         Args:
-            path: Path of the checkpoint's metadata.
             save_id: Hexadecimal digits, drawn at random.
             overwrite: Whether the save may replace the saves that can be seen now. It may never replace another one,
                 except those that this process began before.
@@ -128,9 +127,6 @@ class Commits:
         """Write a checkpoint's metadata at the store's level, after the files that this host closed before.
 
         Args:
-            path: Path of the metadata.
-            document: Content of the metadata.
-            mark: The save's mark.
             is_new: No record was at the path when the save began. The first attempt then does not read the path again,
                 because its put is conditional. The path is read if the put finds a record. It is always read if the
                 flusher publishes the metadata, because a conflict of a pending file is permanent.

@@ -184,8 +184,6 @@ class LeaseCache:
         any term count as known, without another look.
 
         Args:
-            term: The term that `ensure` returned.
-            rows: The chunks.
             since: Monotonic time at which the manifest was read, if that was before `ensure` returned. If it was before
                 the lease began, the chunks are ignored.
         """

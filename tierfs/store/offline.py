@@ -117,7 +117,6 @@ class KnownStores:
     """The stores that this host has opened, so that it can open them while their object tier is unreachable.
 
     Args:
-        directory: The state directory.
         through: Options of the object tier's filesystem. The same URL names another store at another endpoint or
             account. The options may hold secrets, so only a digest of them is kept.
     """

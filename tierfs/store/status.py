@@ -92,7 +92,10 @@ def status(store: Store) -> dict[str, Any]:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
     report["tiers"]["ram"] = _ram_tier(tiers.ram)
-    report["unused_folders"] = [folder._asdict() for folder in unused_folders(tiers.ram.host.segments)]
+    report["unused_folders"] = [
+        {"folder": folder, "bytes": size, "state_directory": state}
+        for folder, size, state in unused_folders(tiers.ram.host.segments)
+    ]
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
     for tier, problem in tiers.problems.items():

@@ -53,7 +53,6 @@ class Store:
 
     Args:
         objects: The object tier, based at the store's root.
-        descriptor: The store's descriptor.
         url: The root's name in messages.
         clock: Source of time. By default the system's clock.
         random_bytes: Source of random ids.

@@ -145,7 +145,6 @@ class FaultyObjects(WrappedObjects):
     asks for the first entry.
 
     Args:
-        inner: The tier that serves the calls.
         plan: The first faults.
         seed: Decides where bits flip and writes tear. ``repr`` shows it.
         clock: Used for the waits of `Fault.SLOW`; by default a `ManualClock`, which does not really wait.
@@ -336,7 +335,6 @@ def flip_bit(tier: ObjectTier, key: str, bit: int) -> None:
 
     Args:
         tier: Holds the object.
-        key: The object's key.
         bit: 0 is the lowest bit of the first byte.
     """
     content = bytearray(_whole(tier, key))

@@ -123,8 +123,6 @@ class TcpFaultProxy:
     One thread serves all connections. If the proxy cannot reach the server, it resets the client's connection.
 
     Args:
-        target_host: The server's host.
-        target_port: The server's port.
         plan: The first faults. Each strikes once.
         random: Faults to draw from, any number of times. Their ``after`` is ignored.
         probability: Probability per request that a random fault strikes.

@@ -78,8 +78,6 @@ class ChunkCache:
 
         Args:
             name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
-            raw_length: See there.
-            parts: See there.
             fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks that it
                 touched, or nothing if there are none. Its errors are passed on. It may read other chunks through the
                 cache, as long as these never lead back to this ``flight``.

@@ -53,7 +53,6 @@ class ChunkReader:
         """Copy verified bytes of a chunk into ``parts``, from the nearest local tier that has them.
 
         Args:
-            name: The chunk's local name.
             raw_length: Bytes of the whole chunk.
             parts: The wanted parts. The content of their memory is undefined if no tier has them.
 
@@ -70,7 +69,6 @@ class ChunkReader:
         """Copy a whole chunk from the nearest local tier, for a caller that verifies it itself.
 
         Args:
-            name: The chunk's local name.
             raw_length: Bytes of the whole chunk.
             out: Memory of this length.
 
@@ -188,9 +186,7 @@ def read_blocks(
 
     Args:
         read: `NvmeReader.read` or `NvmeTier.read`.
-        name: The chunk's local name.
         raw_length: Bytes of the whole chunk.
-        blocks: The numbers of the blocks.
         out: Memory of their length.
 
     Raises:
@@ -241,7 +237,6 @@ class ChunkSources:
 
     Args:
         kind: The kind of the chunks' digests.
-        ram: The ram tier.
         nvme: The nvme tier; ``None`` if there is none.
         slots: The slots to try first, by the digest of their chunk.
         counters: ``bad_local_copies`` counts the copies that were read and do not have their digest.

@@ -210,7 +210,6 @@ def load_draft(directory: Path, draft: BatchDraft, *, is_conflict: bool, missing
 
     Args:
         directory: The directory of the batches.
-        draft: The draft.
         is_conflict: Whether it is kept as a conflict.
         missing: The number of its chunks that the tier lacks.
 

@@ -109,7 +109,6 @@ class ChunkFiles:
 
         Args:
             path: A temporary name. If the file exists, it has the size of the new one.
-            page: The chunk's page.
             data: The chunk's bytes. Borrowed for the call only. Page-aligned memory saves a copy.
             now_ns: The time of use to record.
 
@@ -137,7 +136,6 @@ class ChunkFiles:
         """Copy a part of a chunk.
 
         Args:
-            name: The chunk's name.
             start: Offset of the part in the chunk.
             out: Filled completely; undefined if None is returned. Page-aligned memory saves a copy.
             now_ns: The time of use to record; 0 to record none.

@@ -271,7 +271,6 @@ class TierChunks:
         """Reserve room for a file of ``size`` bytes, and evict clean chunks for it if needed.
 
         Args:
-            size: Bytes of the file.
             temporary: The name that an evicted file of the same size gets.
 
         Raises:

@@ -64,7 +64,6 @@ class NvmeReader:
         """Copy a part of a chunk. The caller verifies the bytes with the returned metadata.
 
         Args:
-            name: The chunk's name.
             start: Offset of the part in the chunk.
             out: Filled completely; undefined if None is returned. Page-aligned memory saves a copy.
 

@@ -155,10 +155,6 @@ class NvmeTier:
             InvalidInputError: The name or the metadata has an invalid length.
             StoreError: The chunk could not be written.
         """
-        if self.has(name):
-            if keep:
-                self.protect([name])
-            return
         self._chunks.add(ChunkPage(name, meta, len(data)), data, keep=keep, is_sound=is_sound)
 
     def commit(self, drafts: Sequence[EncodedDraft], *, elsewhere: Collection[bytes] = ()) -> list[int]:

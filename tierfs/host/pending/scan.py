@@ -240,8 +240,6 @@ class PendingDrafts:
     """The drafts in one store's local tiers. Thread-safe.
 
     Args:
-        ram: The ram tier.
-        nvme: The nvme tier.
         counters: Receives fallbacks.
         stored_level: The level of a draft in the nvme tier.
     """
@@ -379,7 +377,6 @@ def paths_pending(state: Path, directory: Path, path: str = "") -> list[str]:
     """Return the paths of pending changes and conflicts at or below ``path`` in local tiers that are not in use here.
 
     Args:
-        state: The state directory.
         directory: The store's directory in it.
         path: Relative to the store's root.
 

@@ -91,7 +91,6 @@ class Segment:
 
     Args:
         fd: An open file of the segment; not kept.
-        header: The segment's header.
         path: Its file.
         memory: The whole new segment, mapped, if this process is its owner.
 
@@ -135,7 +134,6 @@ class Segment:
         All its memory is allocated now, which takes a second or two per GiB.
 
         Args:
-            reservation: The file.
             threads: Maximum number of threads that allocate memory; see `allocate`.
 
         Raises:
@@ -440,7 +438,6 @@ class Segment:
         kill this process by SIGBUS.
 
         Args:
-            slot: The slot to read.
             start: The first byte, from the slot's beginning.
             out: Writable and contiguous; filled completely. Borrowed for the call only.
 

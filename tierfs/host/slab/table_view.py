@@ -37,7 +37,6 @@ class TableView:
         """Copy the slots that changed.
 
         Args:
-            table: The table to copy from.
             stable: Whether the caller keeps other processes from changing the table. If not, the copy counts only if
                 the counter of changes is even and did not move meanwhile.
 

@@ -260,7 +260,6 @@ class SlabWriter:
         """Seal a draft. From then on it is pending, and all processes of the host see it.
 
         Args:
-            draft: The draft to seal.
             timeout_s: How long to wait for room, in seconds; None for no limit.
             check: Raises if the path has changed since the version that the draft replaces. From its call until the
                 draft is sealed, no other thread or process of the host seals a draft of this path.

@@ -80,8 +80,6 @@ class CloudClient(Protocol):
         """Return one page of a listing, and the token that requests the next page; None on the last page.
 
         Args:
-            prefix: See `ObjectTier.list`.
-            delimiter: See `ObjectTier.list`.
             after: The token of the previous page; None for the first page.
             start: The first page begins at this key or behind it, unless the endpoint cannot do that.
         """

@@ -47,7 +47,6 @@ def as_promised(
     """Return a tier that makes only the promises that both ``objects`` can ask for and its endpoint keeps.
 
     Args:
-        objects: The wrapped tier.
         endpoint: The promises that the endpoint keeps.
         verify_writes: Whether to read back each write: ``always``, ``never``, or ``auto``: if the endpoint verifies no
             checksum and is not on this host.
@@ -87,7 +86,6 @@ class PromisedObjects(WrappedObjects):
     So it replaces no other writer's object. It deletes a new object that stays wrong.
 
     Args:
-        capabilities: The promises to make.
         reads_back: Whether to compare the digest of each stored object with that of the bytes that were sent.
         checks_conditions: Whether to send three requests before the first conditional put, which the endpoint must
             refuse, as it did when it was probed. A put raises `StoreError` if it does not.

@@ -104,7 +104,6 @@ class Encoder:
     """Encodes the chunks of a store, and remembers what it found out about tensors. Safe for use by many threads.
 
     Args:
-        codecs: The codecs that may be used.
         is_near: Whether the object tier is on this host, so that a base is cheap to fetch.
         clock: Measures how long chunks take.
     """
@@ -248,9 +247,7 @@ class Encoder:
         """Encode block by block, each against the base's block where that is worth it.
 
         Args:
-            raw: The chunk.
             into: Memory for the encoded blocks.
-            tensors: The tensor of each block.
             known: The remembered choice for each tensor; ``None`` if the choice is still to be made.
             base: The bytes to encode against, if any. They are verified: a delta against wrong bytes cannot be decoded.
 

@@ -59,13 +59,6 @@ NARROW, WIDE = 2, 4  # bytes per element
 _logger = logging.getLogger("tierfs.store")
 
 
-class Keyframe(NamedTuple):
-    """A chunk that others may be encoded against, and how many saves came after it."""
-
-    row: Row
-    age: int
-
-
 @dataclass(slots=True)
 class SaveSeries:
     """The saves of one file, or of files with the same name in consecutive directories.
@@ -74,14 +67,14 @@ class SaveSeries:
         path: Path of the newest save.
         saves: How many saves came since this flusher began.
         term: The lease in which the keyframes were last known to be in the store.
-        keyframes: The newest chunk that stands alone, by place.
+        keyframes: By place, the newest chunk that stands alone, and its age: how many saves came after it.
         renewing: Write id of the unpublished save whose chunks stand alone where keyframes are old, if there is one.
     """
 
     path: str
     saves: int = 0
     term: int = 0
-    keyframes: dict[TensorPlace, Keyframe] = field(default_factory=dict)
+    keyframes: dict[TensorPlace, tuple[Row, int]] = field(default_factory=dict)
     renewing: bytes | None = None
 
 
@@ -126,7 +119,6 @@ class KeyframeIndex:
         exception.
 
         Args:
-            draft: The file.
             local: Copies of the file's chunks on this host.
             derives: Whether to look for tensors that are copies of others.
 
@@ -154,11 +146,11 @@ class KeyframeIndex:
         age_max = KEYFRAME_SAVES * (2 if is_renewed else 1)
         lengths = [row.raw_length for row in manifest.rows]
         for place, tensors in places(layout, lengths, group_of(draft.path)):
-            keyframe = series.keyframes.get(place)
-            is_fresh = keyframe is not None and keyframe.age < age_max
-            if keyframe is not None and not is_fresh:
-                series.renewing = manifest.write_id
-            base = keyframe.row if keyframe is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
+            base, age = series.keyframes.get(place, (None, 0))
+            if base is not None and age >= age_max:
+                series.renewing, base = manifest.write_id, None
+            if place[2] < DELTA_BYTES_MIN:
+                base = None
             found.append(place)
             contexts.append(ChunkContext(tensors, series.saves, base))
         if derives:
@@ -169,9 +161,7 @@ class KeyframeIndex:
         """Update the series after a file was published.
 
         Args:
-            draft: The file.
             plan: The result of `plan` for it.
-            rows: The published rows, in order.
         """
         series = plan.series
         if series is None:
@@ -182,9 +172,9 @@ class KeyframeIndex:
                 row = self._store.lease_cache.find(uploaded.name.digest) or uploaded
                 known = series.keyframes.pop(place, None)
                 if not row.bases:
-                    series.keyframes[place] = Keyframe(row, 0)
+                    series.keyframes[place] = row, 0
                 elif known is not None:
-                    series.keyframes[place] = Keyframe(known.row, known.age + 1)
+                    series.keyframes[place] = known[0], known[1] + 1
             while len(series.keyframes) > KEYFRAMES_MAX:
                 del series.keyframes[next(iter(series.keyframes))]
             if draft.record.write_id == series.renewing:
@@ -247,10 +237,10 @@ class KeyframeIndex:
                 series.keyframes[place] = keyframe
         return series
 
-    def _keyframe(self, path: str, row: Row) -> Keyframe | None:
+    def _keyframe(self, path: str, row: Row) -> tuple[Row, int] | None:
         """Return the keyframe at the place of a stored chunk: the chunk itself, or else its base."""
         if not row.bases:
-            return Keyframe(row, 1)
+            return row, 1
         if len(row.bases) > 1:
             return None
         try:
@@ -260,7 +250,7 @@ class KeyframeIndex:
             return None
         # Otherwise the chunk is no delta, but was derived from the base.
         is_like_it = base.offset == 0 and base.length == base.raw_length == row.raw_length
-        return Keyframe(Row(base.name, base.raw_length, base.stored_length), KEYFRAME_AGE) if is_like_it else None
+        return (Row(base.name, base.raw_length, base.stored_length), KEYFRAME_AGE) if is_like_it else None
 
     def _look_again(self, series: SaveSeries) -> SaveSeries:
         """Drop the keyframes that the newest save no longer names, and renew the others for this lease."""
@@ -269,11 +259,9 @@ class KeyframeIndex:
         rows = () if manifest is None else expand_rows(self._store, manifest, series.path)
         there = {name for row in rows for name in (row.name, *row.bases)}
         with self._lock:
-            series.keyframes = {
-                place: keyframe for place, keyframe in series.keyframes.items() if keyframe.row.name in there
-            }
+            series.keyframes = {place: found for place, found in series.keyframes.items() if found[0].name in there}
             series.term = term
-            stored = [keyframe.row for keyframe in series.keyframes.values()]
+            stored = [row for row, _ in series.keyframes.values()]
         self._store.lease_cache.add_listed(term, [*stored, *rows])
         return series
 

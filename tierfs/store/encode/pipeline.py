@@ -124,7 +124,6 @@ def encode_chunk(
     caches, and copied from there.
 
     Args:
-        raw: The chunk.
         plans: How to encode each block. A plan is drawn when all blocks before it are encoded, except up to three that
             may be encoded together with it. So the bases of four blocks have to be valid at the same time.
         into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself if the chunk may be overwritten.

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
@@ -81,18 +81,8 @@ LOOK_BLOCKS_MAX = 1024
 HELD_BLOCKS = 3  # a parser looks 64 KiB ahead, which may cross the small chunk that a file begins with
 
 
-class TensorPlace(NamedTuple):
-    """A chunk's position in its file, independent of the file's layout.
-
-    Attributes:
-        name: The tensor that the chunk begins in.
-        offset: Where the chunk begins in that tensor, in bytes.
-        length: Bytes of the chunk.
-    """
-
-    name: str
-    offset: int
-    length: int
+TensorPlace: TypeAlias = tuple[str, int, int]
+"""A chunk's position, whatever the file's layout: the tensor in which it begins, the offset there, and its length."""
 
 
 def layout_of(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
@@ -145,7 +135,7 @@ def places(
             Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) if span.name else Tensor()
             for span in most
         )
-        yield TensorPlace(inside[0].name, start - inside[0].start, length), tensors
+        yield (inside[0].name, start - inside[0].start, length), tensors
         start = stop
 
 

@@ -64,7 +64,6 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
 
     Args:
         store: The store, without its local tiers.
-        name: Name of the object.
         size: Bytes of the object, as a listing reported.
 
     Returns:
@@ -128,8 +127,6 @@ def bad_blocks(
     """Decode every block of a chunk object, and yield the index of each bad block with its error.
 
     Args:
-        envelope: The object's envelope.
-        stored: The object's bytes.
         base: Returns the bytes that a block, by its index, is encoded against; ``None`` if it has no base.
         where: The name of the object in errors.
     """

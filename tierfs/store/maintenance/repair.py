@@ -25,7 +25,6 @@ from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.repair_records import FileLoss, Mender, RepairReport
 from tierfs.store.maintenance.scrub import read_scrub_record
@@ -34,6 +33,7 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import RECORD_BYTES_MAX, observe_published
 from tierfs.store.tree.references import is_root, write_references
+from tierfs.threads import Pool
 
 BATCH = 256
 _logger = logging.getLogger("tierfs.repair")

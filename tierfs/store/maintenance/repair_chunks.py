@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from tierfs import digest
@@ -36,15 +35,6 @@ _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.scrub")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The object at a chunk's key."""
-
-    data: bytes
-    version: Version | None
-    envelope: Envelope | None
-
-
 class Healer:
     """Heals chunk objects of one store.
 
@@ -66,7 +56,6 @@ class Healer:
         """Make a chunk object sound again.
 
         Args:
-            name: Name of the object.
             size: The bytes that it must have, because manifests name its size.
             raw_length: Bytes of the chunk; 0 if not known.
 
@@ -76,30 +65,29 @@ class Healer:
         Raises:
             StoreError, ReadOnlyError, CapacityError: An object tier failed.
         """
-        found = self._read(self._bare, name, size)
+        data, version, envelope = self._read(self._bare, name, size)
         for replica in self._replicas:
-            other = self._read(replica, name, size)
-            is_sound = other.envelope is not None and not self._bad_blocks(replica, other, other.envelope)
-            if is_sound and self._put(name, [other.data], found.version):
+            copy, _, its_envelope = self._read(replica, name, size)
+            is_sound = its_envelope is not None and not self._bad_blocks(replica, copy, its_envelope)
+            if is_sound and self._put(name, [copy], version):
                 return replica.url
-        if found.envelope is not None:
-            raw_length = found.envelope.raw_length
+        if envelope is not None:
+            raw_length = envelope.raw_length
         if not raw_length:
             return ""
         with buffers().lend(raw_length) as raw:
             source = self.find_raw(name, raw)
             if not source:
                 return ""
-            payload = self._mended(found, found.envelope, raw) if found.envelope is not None else None
+            payload = self._mended(data, envelope, raw) if envelope is not None else None
             if payload is None and name.recipe == NO_RECIPE:
                 payload = self._encoded_anew(name, size, raw)
-            return source if payload is not None and self._put(name, payload, found.version) else ""
+            return source if payload is not None and self._put(name, payload, version) else ""
 
     def bases_of(self, name: ChunkName, size: int) -> Sequence[BaseRange]:
         """Return the ranges that a chunk object is encoded against, from its envelope here or in a replica.
 
         Args:
-            name: Name of the object.
             size: The bytes that it must have.
 
         Returns:
@@ -109,7 +97,7 @@ class Healer:
             StoreError, ReadOnlyError: An object tier failed.
         """
         for store in (self._bare, *self._replicas) if name.recipe != NO_RECIPE else ():
-            envelope = self._read(store, name, size).envelope
+            _, _, envelope = self._read(store, name, size)
             if envelope is not None:
                 return envelope.bases
         return ()
@@ -150,32 +138,32 @@ class Healer:
             self._listed[store] = content[:1], names
         return names.get(content, ())
 
-    def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
-        """Read the object of this name. It has no content if it has not this size."""
+    def _read(self, store: Store, name: ChunkName, size: int) -> tuple[bytes, Version | None, Envelope | None]:
+        """Read the object of this name: its bytes, version and envelope. It has no content if it has not this size."""
         key = keys.chunk_key(name)
         try:
             data, info = store.objects.read(key, OBJECT_BYTES_MAX)
         except NotFoundError:
-            return _Found(b"", None, None)
+            return b"", None, None
         except CorruptionError:
-            return _Found(b"", store.objects.head(key).version, None)
+            return b"", store.objects.head(key).version, None
         if len(data) != size:
-            return _Found(b"", info.version, None)
+            return b"", info.version, None
         where = store.where(key)
         with contextlib.suppress(CorruptionError, FormatError):
             envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], where, stored_length=size)
             check_envelope(envelope, name, where)
-            return _Found(data, info.version, envelope)
-        return _Found(data, info.version, None)
+            return data, info.version, envelope
+        return data, info.version, None
 
-    def _bad_blocks(self, store: Store, found: _Found, envelope: Envelope) -> list[int]:
+    def _bad_blocks(self, store: Store, data: bytes, envelope: Envelope) -> list[int]:
         """Return the indexes of the blocks that do not match their digests."""
-        bad = bad_blocks(envelope, memoryview(found.data), partial(_reference, store, envelope), "")
+        bad = bad_blocks(envelope, memoryview(data), partial(_reference, store, envelope), "")
         return [index for index, _ in bad]
 
-    def _mended(self, found: _Found, envelope: Envelope, raw: memoryview) -> list[bytes] | None:
+    def _mended(self, found: bytes, envelope: Envelope, raw: memoryview) -> list[bytes] | None:
         """Return the object with its bad blocks encoded again; ``None`` if one of them cannot get its old length."""
-        data, places = bytearray(found.data), list(block_places(envelope))
+        data, places = bytearray(found), list(block_places(envelope))
         for index in self._bad_blocks(self._bare, found, envelope):
             begin, end = places[index]
             block = raw[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]

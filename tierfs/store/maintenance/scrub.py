@@ -32,9 +32,9 @@ from tierfs.objects.protocol import CREATE, Update
 from tierfs.store.maintenance.examine import Damage
 from tierfs.store.maintenance.gc.mark import mark
 from tierfs.store.maintenance.gc.sweep import PREFIXES, list_prefixes
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.scrub_piece import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.store import Store
+from tierfs.threads import Pool
 
 DAMAGED_MAX = 10_000
 ATTEMPTS = 5
@@ -121,7 +121,6 @@ def scrub(
 
     Args:
         store: The store. Healing looks in its local tiers first.
-        options: How to scrub.
         replicas: Other stores that may hold the same content.
         executor: Runs the pieces; by default threads of this process do.
         workers: How many pieces the executor runs at once.

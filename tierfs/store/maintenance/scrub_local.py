@@ -74,7 +74,6 @@ def scrub_local(
     """Verify a local tier's copies of chunks, from where the last run ended.
 
     Args:
-        store: The store.
         tier: ``"ram"`` or ``"nvme"``.
         max_seconds: End after this time; ``None`` for one round.
         bandwidth: Bytes per second at most; ``None`` for no limit.

@@ -11,9 +11,9 @@ from tierfs.errors import CapacityError, FormatError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import examine, lacks_base
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.store import Store
+from tierfs.threads import Pool
 
 PIECE_BYTES = 4 << 30
 PIECE_S = 20.0

@@ -45,8 +45,6 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
     error.
 
     Args:
-        store: The store.
-        row: The chunk.
         parts: The wanted parts, by offsets in the raw chunk, with the memory to fill.
         where: The chunk's file, for errors.
         exact: Whether the caller wants nothing else of the chunk. If so, the whole chunk is fetched only if nearly all
@@ -150,8 +148,6 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
     """Copy verified parts of one chunk from its object into memory. Does not retry, and skips the local tiers.
 
     Args:
-        store: The store.
-        row: The chunk.
         parts: The wanted parts, by offsets in the raw chunk, with the memory to fill.
         place: Name of the object in errors.
         depth: Number of chunks above this one in the chain of bases. 0 for the chunk that the caller wants.

@@ -42,8 +42,6 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
     replace other copies only when the budget is used up.
 
     Args:
-        store: The store.
-        path: A file or directory.
         tier: ``"ram"`` or ``"nvme"``.
         progress: Called after each batch with the bytes of its chunks, which are in the tier.
 

@@ -91,8 +91,6 @@ def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
     """Open a file that a listing or `stat` found.
 
     Args:
-        store: The store.
-        entry: The entry of a file.
         exact: Fetch little more than the requested bytes, because the caller knows all that it wants of the file. By
             default a chunk is fetched whole, and kept on this host, if a good part of it is read.
 

@@ -22,13 +22,12 @@ from tierfs.format.upkeep import Collector, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import Damage, examine, lacks_base
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import stat
 from tierfs.store.tree.records import read_record
-from tierfs.threads import transfers
+from tierfs.threads import Pool, transfers
 
 BATCH = 64
 OBJECT_BYTES_MAX = 64 << 20
@@ -82,7 +81,6 @@ def verify(
     The object tier's own bytes are read, even if this host has copies.
 
     Args:
-        store: The store.
         path: The file or directory. Empty for the whole store, where stray objects are found, too.
         sample: Share of the chunks to read, drawn at random, over 0 and at most 1. All records are read.
         bandwidth: Bytes of chunks per second at most, for all workers together; None for no limit.

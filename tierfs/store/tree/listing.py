@@ -213,7 +213,6 @@ def _living(
     """Return the directories right below ``path`` that are not empty.
 
     Args:
-        store: The store.
         path: The directory above.
         pending: This host's pending changes below ``path``.
         recorded: Directories that hold records, perhaps tombstones only.

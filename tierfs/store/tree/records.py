@@ -267,9 +267,7 @@ def publish(
     A tombstone that garbage collection has removed since has not changed: the path still has no file.
 
     Args:
-        store: The store.
         observed: The version that the record replaces.
-        record: The new record.
         term: The lease in which the record's chunks were known to be in the store. None for a record without chunks.
         over_tombstone: Whether the observed version is a tombstone's. Needed only if ``observed`` has no record.
 

@@ -144,7 +144,6 @@ def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[s
     record names as a chunk takes one more request. For many such bases, all chunks are listed.
 
     Args:
-        store: The store.
         paths: Relative to the store's root. A path where nothing is has zero counts.
         shared: Whether to count the bytes shared with all other files of the store, and the bytes that deleting each
             would free.

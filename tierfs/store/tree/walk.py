@@ -76,7 +76,6 @@ def read_manifests(
     """Read the records of a listing from the object tier. A version that this host knows costs no request.
 
     Args:
-        store: The store.
         listed: Paths and objects of the records.
         damaged: Called with the path and the error of each record that is damaged or of another version, which is then
             skipped. By default the error is raised.

@@ -166,9 +166,7 @@ def seal(
     """Seal a change of the observed version. From then on it is pending, and this host sees it.
 
     Args:
-        store: A store with local tiers.
         observed: The version that the change replaces.
-        record: The record to publish.
         slots: For each row of a manifest, the slot that holds the chunk for this change. None for a chunk elsewhere.
         after: Write id of a draft that must be published first. None if there is none.
         ram_only: Whether the change stays in the ram tier until it is deleted.
@@ -265,13 +263,9 @@ def replace(
     """Make a change whose chunks, if any, are in place: publish it now, or seal it if it depends on pending changes.
 
     Args:
-        store: The store.
         observed: The version that the change replaces.
-        record: The new record.
         staged: Whether the change depends on a pending change other than the one that it replaces.
-        slots: See `seal`.
         after: Write id of a draft that must be published first. None if there is none.
-        term: See `publish`.
 
     Raises:
         ConflictError, CapacityError, StoreError, ReadOnlyError: As `publish` and `seal` do.
@@ -309,7 +303,6 @@ def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> byt
     """Replace an observed record by a tombstone. Raises as `replace` does.
 
     Args:
-        store: The store.
         observed: The version that the tombstone replaces.
         after: Write id of a pending draft to publish first: the draft at the target of a rename, or the tombstone of
             the metadata that names this file.

@@ -75,7 +75,6 @@ class Writer:
     If the file is left to the flusher, the ram tier's budget is the bound.
 
     Args:
-        store: The store.
         path: Relative to the store's root.
         mode: How to treat an existing file. The path is observed now, unless it is new. The commit is conditional on
             that version.
@@ -178,7 +177,6 @@ class Writer:
         """Use stored or sealed chunks as the file's content. No bytes may be written before or after.
 
         Args:
-            rows: The chunks, in order.
             slots: For each chunk, the slot that holds it for this file, or None if it is in the object tier.
                 The writer must be ``staged`` if there is any slot.
         """

@@ -29,11 +29,11 @@ from tierfs.store.maintenance.examine import Damage
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.gc.record_losses import VANISHED, RecordLosses
 from tierfs.store.maintenance.gc_turn import SECOND_NS, read_collector
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_listed, read_record
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references, root_list
 from tierfs.store.tree.walk import live_path
+from tierfs.threads import Pool
 
 BATCH = 256
 ATTEMPTS = 3

@@ -20,11 +20,11 @@ from tierfs.store.maintenance.gc.mark import Marked, Part, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
 from tierfs.store.maintenance.gc.sweep import CondemnedLists, list_prefixes, read_lists, sort_prefix
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed
 from tierfs.store.tree.references import root_list
 from tierfs.store.write.staging import bury
+from tierfs.threads import Pool
 
 LISTS_MAX = 1000
 UNNAMED_MAX = 5000  # so that they take a third of the collector's record

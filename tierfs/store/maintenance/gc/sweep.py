@@ -18,8 +18,8 @@ from tierfs.objects.protocol import objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.gc.report import GcReport
-from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
+from tierfs.threads import Pool
 
 PREFIXES = tuple(f"{number:02x}" for number in range(256))
 
