@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "tierfs").rglob("*.py"))
 REPLACED = {  # a word, and the one that is used instead
     r"\banchors?\b": "keyframe",
-    r"\b(Neighbours|_neighbours)\b": "PeerSegments",
+    r"\b(Neighbours|_neighbours)\b": "RamTier",
     r"\b(Supply|_supply)\b": "SegmentPool",
     r"\b(Shares|_shares)\b": "RamBudget",
     r"\bPlaces\b": "SlotAllocator",

@@ -36,110 +36,6 @@ _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _logger = logging.getLogger("tierfs.local")
 
 
-class PeerSegments:
-    """The segments of one store that other processes write. Thread-safe.
-
-    ``own`` returns the segments of this process. A segment whose file is gone is not closed, because a thread
-    may be reading it. It closes when the last reference is gone.
-
-    Attributes:
-        unread: Names of segments that could not be opened at the last look, for lack of descriptors or memory.
-            Their content is unknown. Each look tries again.
-        why_unread: The error of the last of these.
-        damaged: The error for each file that is named like a segment of the store and is not one, by name. Its content
-            is lost, except to a process that has it open.
-    """
-
-    def __init__(self, ram_budget: RamBudget, store: str, own: Callable[[], Collection[Segment]]) -> None:
-        self.unread: frozenset[str] = frozenset()
-        self.why_unread: BaseException | None = None
-        self.damaged: dict[str, Exception] = {}
-        self._ram_budget = ram_budget
-        self._store = store
-        self._own = own
-        self._lock = threading.Lock()
-        self._files: dict[str, Segment] = {}
-        self._removed: dict[str, Segment] = {}  # by id: their files were removed while they held dirty data
-        self._passed_over: dict[tuple[str, int], Exception] = {}
-        self._seen_ns: list[int] = []
-
-    def segments(self) -> list[Segment]:
-        """Return all of them. Lists the folders if one changed."""
-        with self._lock:
-            self._look()
-            # A segment of this process may have been found before the process added it to its own.
-            ids = {segment.id for segment in self._own()}
-            return [segment for segment in (*self._files.values(), *self._removed.values()) if segment.id not in ids]
-
-    def drop(self, segment: Segment) -> None:
-        """Remove a segment whose owner is dead. Its memory is released with the last slot or view of it."""
-        segment.unlink()
-        with self._lock:
-            self._files.pop(segment.path.name, None)
-            self._removed.pop(segment.id, None)
-
-    def close(self) -> None:
-        with self._lock:
-            segments = [*self._files.values(), *self._removed.values()]
-            for known in (self._files, self._removed):
-                known.clear()
-            self._seen_ns = []
-        for segment in segments:
-            segment.close()
-
-    def _look(self) -> None:
-        stamps, now_ns = self._ram_budget.stamps(), time.time_ns()
-        if stamps == self._seen_ns and not self.unread:
-            return
-        own = {segment.path.name for segment in self._own()}
-        found = [(name, path) for name, path in self._ram_budget.paths() if name.store == self._store[:8]]
-        names = {str(name): path for name, path in found if name.suffix == "slab" and str(name) not in own}
-        self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
-        for name in [name for name in self._files if name not in names]:
-            segment = self._files.pop(name)
-            # An orderly removal happens only when nothing is dirty. After any other, only open descriptors keep the
-            # dirty data.
-            if name not in own and segment.is_dirty():
-                self._removed.setdefault(segment.id, segment)
-        new = [path for name, path in sorted(names.items()) if name not in self._files]
-        self.unread = frozenset(path.name for path in new if not self._attach(path))
-        self.damaged = {
-            name: error for (name, _), error in self._passed_over.items() if name in names and name not in self._files
-        }
-        self._seen_ns = stamps if now_ns - max(stamps) > SETTLED_NS else []
-
-    def _attach(self, path: Path) -> bool:
-        """Open a segment. Return False if that must be tried again."""
-        key = path.name, 0
-        try:
-            key = path.name, path.stat().st_ino
-            if key in self._passed_over:
-                return True
-            segment = Segment.attach(path)
-        except FileNotFoundError:
-            return True
-        except OldSegmentError:
-            path.unlink(missing_ok=True)  # no process uses it since that boot, and on a disk it would stay
-            return True
-        except (TierfsError, OSError, MemoryError) as error:
-            if not _is_for_now(error):
-                _logger.warning("a segment cannot be used and is ignored: %s", error)
-                self._passed_over[key] = error
-                return True
-            if path.name not in self.unread:
-                _logger.warning("%s cannot be opened now, and is retried: %s", path, str(error) or "out of memory")
-            self.why_unread = error
-            return False
-        if segment.store == self._store:
-            self._files[path.name] = segment
-        return True
-
-
-def _is_for_now(error: BaseException) -> bool:
-    cause = error.__cause__ if isinstance(error, TierfsError) and error.__cause__ is not None else error
-    return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _SHORT)
-
-
 HOLDERS_NAMED = 3
 
 
@@ -187,6 +83,7 @@ class RamTier:
     Attributes:
         store: The uuid, 32 hex digits.
         chunks_budget_bytes: The least budget for files of any length.
+        why_unread: The error of the last segment that could not be opened.
     """
 
     chunks_budget_bytes = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
@@ -203,8 +100,14 @@ class RamTier:
         self._pool = SegmentPool(
             host, self.store, self._ram_budget, budget_bytes=budget_bytes, data_bytes_max=segment_bytes_max, clock=clock
         )
-        pool = self._pool  # no reference to this object, so that it is closed as soon as it is unused
-        self._peers = PeerSegments(self._ram_budget, self.store, lambda: pool.own)
+        self._lock = threading.Lock()  # protects the segments of other processes, which follow
+        self._files: dict[str, Segment] = {}
+        self._removed: dict[str, Segment] = {}  # by id: their files were removed while they held dirty data
+        self._passed_over: dict[tuple[str, int], Exception] = {}
+        self._unread: frozenset[str] = frozenset()  # each look tries again to open them
+        self._damaged: dict[str, Exception] = {}
+        self._seen_ns: list[int] = []
+        self.why_unread: BaseException | None = None
 
     @property
     def holds_chunks(self) -> bool:
@@ -289,26 +192,27 @@ class RamTier:
 
     def segments(self) -> list[Segment]:
         """Return all segments of this store on this host, those of this process first."""
-        return [*self._pool.own, *self._peers.segments()]
+        return [*self._pool.own, *self._others()]
 
     def unread(self) -> frozenset[str]:
-        """Return names of segments of this store that cannot be opened now. Their content must not count as absent."""
-        self._peers.segments()
-        return self._peers.unread
+        """Return names of segments of this store that cannot be opened now, for lack of descriptors or memory.
+
+        Their content must not count as absent.
+        """
+        self._others()
+        return self._unread
 
     def damaged(self) -> dict[str, Exception]:
-        """Return the error for each file that is named like a segment of this store and is not one, by name."""
-        self._peers.segments()
-        return self._peers.damaged
+        """Return the error for each file that is named like a segment of this store and is not one, by name.
+
+        Its content is lost, except to a process that has it open.
+        """
+        self._others()
+        return self._damaged
 
     def is_blind(self) -> bool:
         """Return whether segments are `unread` or `damaged`: these may hold drafts that need any chunk."""
         return bool(self.unread() or self.damaged())
-
-    @property
-    def why_unread(self) -> BaseException | None:
-        """The error of the last segment that could not be opened."""
-        return self._peers.why_unread
 
     def segment(self, ident: str) -> Segment | None:
         return next((segment for segment in self.segments() if segment.id == ident), None)
@@ -347,18 +251,18 @@ class RamTier:
                 # segment left only data to flush.
                 left = segment.is_removed() or not int(segment.owner, 16)
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
-                    self._peers.drop(segment)
+                    self._drop(segment)
         return freed
 
     def reap(self) -> int:
         """Remove segments of dead processes without dirty data. Return the bytes of the copies in them."""
         freed = 0
-        for segment in self._peers.segments():
+        for segment in self._others():
             with self.host.locked(LOCK):
                 if not self.host.is_alive(segment.owner) and not segment.is_dirty():
                     copies = segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
                     freed += sum(slot.length for slot in copies if not slot.hidden)
-                    self._peers.drop(segment)
+                    self._drop(segment)
         return freed
 
     def usage(self) -> RamUsage:
@@ -382,7 +286,13 @@ class RamTier:
     def close(self) -> None:
         """Release everything. Own segments with dirty data stay until that is flushed."""
         self._pool.close()
-        self._peers.close()
+        with self._lock:
+            segments = [*self._files.values(), *self._removed.values()]
+            for known in (self._files, self._removed):
+                known.clear()
+            self._seen_ns = []
+        for segment in segments:
+            segment.close()
 
     def holders(self) -> str:
         """Describe, for people, how much of the budget is taken, and by which stores (their uuids) most of it."""
@@ -408,3 +318,75 @@ class RamTier:
         else:
             text = f"{what}, and waiting will not free any: {self.holders()}; raise ram= (TIERFS_RAM){why}"
         return CapacityError(text, tier="ram")
+
+    # -- segments of other processes ------------------------------------------------------------------------------------
+
+    def _others(self) -> list[Segment]:
+        """Return the segments that other processes write. Lists the folders if one changed.
+
+        A segment whose file is gone is not closed, because a thread may be reading it. It closes with its last reference.
+        """
+        with self._lock:
+            self._look()
+            # A segment of this process may have been found before the process added it to its own.
+            ids = {segment.id for segment in self._pool.own}
+            return [segment for segment in (*self._files.values(), *self._removed.values()) if segment.id not in ids]
+
+    def _drop(self, segment: Segment) -> None:
+        """Remove a segment whose owner is dead. Its memory is released with the last slot or view of it."""
+        segment.unlink()
+        with self._lock:
+            self._files.pop(segment.path.name, None)
+            self._removed.pop(segment.id, None)
+
+    def _look(self) -> None:
+        stamps, now_ns = self._ram_budget.stamps(), time.time_ns()
+        if stamps == self._seen_ns and not self._unread:
+            return
+        own = {segment.path.name for segment in self._pool.own}
+        found = [(name, path) for name, path in self._ram_budget.paths() if name.store == self.store[:8]]
+        names = {str(name): path for name, path in found if name.suffix == "slab" and str(name) not in own}
+        self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
+        for name in [name for name in self._files if name not in names]:
+            segment = self._files.pop(name)
+            # An orderly removal happens only when nothing is dirty. After any other, only open descriptors keep the
+            # dirty data.
+            if name not in own and segment.is_dirty():
+                self._removed.setdefault(segment.id, segment)
+        new = [path for name, path in sorted(names.items()) if name not in self._files]
+        self._unread = frozenset(path.name for path in new if not self._attach(path))
+        self._damaged = {
+            name: error for (name, _), error in self._passed_over.items() if name in names and name not in self._files
+        }
+        self._seen_ns = stamps if now_ns - max(stamps) > SETTLED_NS else []
+
+    def _attach(self, path: Path) -> bool:
+        """Open a segment. Return False if that must be tried again."""
+        key = path.name, 0
+        try:
+            key = path.name, path.stat().st_ino
+            if key in self._passed_over:
+                return True
+            segment = Segment.attach(path)
+        except FileNotFoundError:
+            return True
+        except OldSegmentError:
+            path.unlink(missing_ok=True)  # no process uses it since that boot, and on a disk it would stay
+            return True
+        except (TierfsError, OSError, MemoryError) as error:
+            if not _is_for_now(error):
+                _logger.warning("a segment cannot be used and is ignored: %s", error)
+                self._passed_over[key] = error
+                return True
+            if path.name not in self._unread:
+                _logger.warning("%s cannot be opened now, and is retried: %s", path, str(error) or "out of memory")
+            self.why_unread = error
+            return False
+        if segment.store == self.store:
+            self._files[path.name] = segment
+        return True
+
+
+def _is_for_now(error: BaseException) -> bool:
+    cause = error.__cause__ if isinstance(error, TierfsError) and error.__cause__ is not None else error
+    return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _SHORT)
