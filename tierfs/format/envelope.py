@@ -25,6 +25,14 @@ _FIXED_BYTES = 40
 _BLOCK_EXTRA_BYTES = 8
 _BASE_EXTRA_BYTES = 28
 ENVELOPE_BYTES_MAX = _FIXED_BYTES + 32 + CHUNK_BLOCKS * (32 + 8) + BASES_MAX * (32 + 28) + CHECKSUM_BYTES
+# The share of a chunk that a read has to want for the whole chunk to be fetched. EXACT_SHARE is for callers that know
+# they want nothing else of the chunk: they get at most 10 % more bytes than wanted, besides the rest of partly wanted
+# blocks. ANY_SHARE is for callers that will soon want the rest: the whole chunk is fetched at once.
+WHOLE_SHARE = 0.25
+EXACT_SHARE = 1 / 1.1
+ANY_SHARE = 0.0
+Part: TypeAlias = tuple[int, memoryview]
+"""The offset of wanted bytes in a chunk or a file, and the writable memory that they fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +212,6 @@ def envelope_bytes(kind: DigestKind, blocks: int, bases: int = 0) -> int:
 
 
 assert HEADER_BYTES < _FIXED_BYTES
-
-
-# The share of a chunk that a read has to want for the whole chunk to be fetched. EXACT_SHARE is for callers that know
-# they want nothing else of the chunk: they get at most 10 % more bytes than wanted, besides the rest of partly wanted
-# blocks. ANY_SHARE is for callers that will soon want the rest: the whole chunk is fetched at once.
-WHOLE_SHARE = 0.25
-EXACT_SHARE = 1 / 1.1
-ANY_SHARE = 0.0
-
-Part: TypeAlias = tuple[int, memoryview]
-"""The offset of wanted bytes in a chunk or a file, and the writable memory that they fill."""
 
 
 def by_chunk(parts: Iterable[tuple[int, Any]], starts: Sequence[int]) -> dict[int, list[tuple[int, Any]]]:

@@ -19,6 +19,10 @@ from tierfs.format.keys import ChunkName, name_bytes
 HOST_BYTES_MAX = 255
 DURATION_S_MAX = 3600
 CONDEMNED_MAX = 1_000_000
+ID_BYTES = 16
+TEXT_BYTES_MAX = 255
+CERTIFICATE_BYTES_MAX = 4096
+PEER_BYTES_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +163,6 @@ class Condemned:
         if count * name_bytes(kind) != cursor.remaining:
             raise cursor.malformed(f"{count} names do not make {cursor.remaining} bytes")
         return cls(epoch, published_ns, kind, NameTable(kind, cursor.bytes(cursor.remaining)))
-
-
-ID_BYTES = 16
-TEXT_BYTES_MAX = 255
-CERTIFICATE_BYTES_MAX = 4096
-PEER_BYTES_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ SCRUB_BYTES_MAX = SCRUB_NOTES_BYTES_MAX + 256
 DURATION_S_MAX = 3600
 FENCE_MAX = (1 << 48) - 1
 NOBODY = bytes(16)
+RECORDS_MAX = 1_000_000
+REFERENCED_MAX = 1_000_000
+CHECK_BYTES = 16
+PATH_BYTES_MAX = 4096
+REFERENCES_BYTES_MAX = RECORDS_MAX * CHECK_BYTES + REFERENCED_MAX * 44 + PATH_BYTES_MAX + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +190,6 @@ class ScrubRecord:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise FormatError(f"{where}: the notes of the scrub record are invalid", path=where) from None
         return cls(prefixes, damaged, last)
-
-
-RECORDS_MAX = 1_000_000
-REFERENCED_MAX = 1_000_000
-CHECK_BYTES = 16
-PATH_BYTES_MAX = 4096
-REFERENCES_BYTES_MAX = RECORDS_MAX * CHECK_BYTES + REFERENCED_MAX * 44 + PATH_BYTES_MAX + 256
 
 
 def record_check(key: str, version: str) -> bytes:

@@ -26,6 +26,10 @@ from tierfs.host.rpc.protocol import LOCK_NAME
 PLACE_FILE = "place.json"
 USE_FILE = "use.lock"
 """File of a store's directory that each process with its local tiers open holds a shared lock on."""
+LOCK = "forgotten"
+"""Name of the host's lock on what is being removed: directories in the state directory, with this prefix."""
+_NAMED_MAX = 3
+_SECTOR_BYTES = 512
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -137,12 +141,6 @@ def _record(path: Path, names: list[str]) -> None:
         flush_directory(path.parent)
     except OSError as error:
         raise refused(error, path, "cannot be written") from error
-
-
-LOCK = "forgotten"
-"""Name of the host's lock on what is being removed: directories in the state directory, with this prefix."""
-_NAMED_MAX = 3
-_SECTOR_BYTES = 512
 
 
 class LocalStore(NamedTuple):

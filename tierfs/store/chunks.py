@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tierfs.host.cache.reader import ChunkSources
 
 
+LOOK_BYTES_MIN = 1 << 20
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -103,10 +104,6 @@ def _can_be_read(store: Store, row: Row, *, whole: bool) -> bool:
         return False
     store.lease_cache.note_check(row.name, now, is_whole=whole or blocks == 1)
     return True
-
-
-LOOK_BYTES_MIN = 1 << 20
-_logger = logging.getLogger("tierfs.store")
 
 
 @dataclass(frozen=True, slots=True)

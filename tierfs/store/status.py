@@ -55,6 +55,10 @@ _NOTES_SUMMED = (
     "registered_bytes",
     "unpinned",
 )
+PREFIX_COUNT = 256
+DIRECTORIES_MAX = 32
+NEWEST_TRIED = 4
+_NUMBER = re.compile(r"[0-9]+")
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -246,12 +250,6 @@ def read_notes(store: Store) -> dict[str, Any] | None:
 
 def _age_s(note: Mapping[str, Any]) -> float:
     return round(float(note["newest_age_s"]) + max(0.0, (time.time_ns() - int(note["written_ns"])) / 1e9), 3)
-
-
-PREFIX_COUNT = 256
-DIRECTORIES_MAX = 32
-NEWEST_TRIED = 4
-_NUMBER = re.compile(r"[0-9]+")
 
 
 def condition(store: Store) -> dict[str, Any]:

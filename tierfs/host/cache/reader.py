@@ -29,11 +29,8 @@ from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from tierfs.format.manifest import Row
     from tierfs.host.nvme.tier import NvmeTier
-    from tierfs.host.slab.ram import RamTier
     from tierfs.host.slab.segment import Slot
 
 QUARANTINE_S = 10.0
@@ -227,9 +224,6 @@ def check_block(envelope: Envelope, index: int, block: memoryview, tier: str) ->
         raise CorruptionError(
             f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier, block=index
         )
-
-
-_logger = logging.getLogger("tierfs.flush")
 
 
 class ChunkSources:

@@ -41,6 +41,13 @@ PIECE_BYTES = 4 << 20
 _logger = logging.getLogger("tierfs.local")
 # Zeroing pages is bound by memory bandwidth: more threads than this gain nothing.
 THREADS_MAX = 4
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def allocate(fd: int, size: int, path: str, *, threads: int | None = None) -> memoryview:
@@ -169,15 +176,6 @@ def give_up(fd: int, begin: int, end: int) -> None:
     if _libc.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, begin, end - begin):
         number = ctypes.get_errno()
         raise StoreError(f"memory of a segment cannot be released: {os.strerror(number)}", tier="ram")
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.fallocate.restype = ctypes.c_int
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.madvise.restype = ctypes.c_int
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
 
 
 class FreeRanges:

@@ -33,6 +33,23 @@ from tierfs.host.write.ahead import Ahead, start_housekeeping
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 
+# Timeout of a request without work. It may include the start of a flusher.
+ANNOUNCE_S = 10.0
+# For this long after a notification failed, no change waits for a flusher that runs.
+SILENT_S = 30.0
+# The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for small
+# files, the messages took as long as the files. A process that waits for a draft notifies the flusher itself.
+NEWS_S = 0.02
+# Maximum in one message, which must fit into a packet.
+NAMES_MAX = 500
+# Chunks that one request moves down. Its timeout has to suffice for all of them on a slow object tier.
+SPILL_MAX = 16
+# Maximum growth of an encoded draft when its boot id and stamp are filled in.
+STAMP_BYTES = 64
+# How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that process
+# was stopped during it.
+SEAL_S = 30.0
+
 
 class ChunkBuffer:
     """A chunk in a slab that is being filled, with the slot's writable memory. Not thread-safe."""
@@ -94,24 +111,6 @@ class ChunkBuffer:
         digests = self._digests or [digest.hash_bytes(self._kind, piece) for piece in pieces]
         blocks = tuple(Block(block, STORE, len(piece)) for block, piece in zip(digests, pieces, strict=True))
         return Envelope(self._kind, digest.combine(self._kind, self.filled, digests), self.filled, blocks)
-
-
-# Timeout of a request without work. It may include the start of a flusher.
-ANNOUNCE_S = 10.0
-# For this long after a notification failed, no change waits for a flusher that runs.
-SILENT_S = 30.0
-# The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for small
-# files, the messages took as long as the files. A process that waits for a draft notifies the flusher itself.
-NEWS_S = 0.02
-# Maximum in one message, which must fit into a packet.
-NAMES_MAX = 500
-# Chunks that one request moves down. Its timeout has to suffice for all of them on a slow object tier.
-SPILL_MAX = 16
-# Maximum growth of an encoded draft when its boot id and stamp are filled in.
-STAMP_BYTES = 64
-# How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that process
-# was stopped during it.
-SEAL_S = 30.0
 
 
 class SlabWriter:

@@ -18,6 +18,10 @@ from tierfs.objects.wrappers.wrapper import METHODS, Answer, Request, WrappedObj
 ADAPT_S = 1.0
 """The limit is halved or raised at most once in this time: object stores themselves take seconds to add capacity."""
 
+ATTEMPTS = 5
+_THROTTLED_S_MIN = 1.0  # GCS takes one write of an object a second: https://cloud.google.com/storage/quotas#objects
+_ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
+"""Errors that a healthy object tier raises too."""
 _log = logging.getLogger("tierfs.objects")
 
 
@@ -117,10 +121,6 @@ class LimitedObjects(WrappedObjects):
             self._room.notify()
 
 
-ATTEMPTS = 5
-_THROTTLED_S_MIN = 1.0  # GCS takes one write of an object a second: https://cloud.google.com/storage/quotas#objects
-
-
 class RetryingObjects(WrappedObjects):
     """Retries transient failures, each after a random wait up to a bound that doubles ("full jitter").
 
@@ -213,10 +213,6 @@ class RetryingObjects(WrappedObjects):
         )
         self._clock.sleep(wait_s)
         return True
-
-
-_ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
-"""Errors that a healthy object tier raises too."""
 
 
 class MeasuredObjects(WrappedObjects):

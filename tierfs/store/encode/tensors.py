@@ -23,6 +23,20 @@ from tierfs.store.read.reader import Reader
 from tierfs.store.store import Store
 from tierfs.store.tree.walk import names_in
 
+LOOK_BLOCKS_MAX = 1024
+"""Most blocks fetched to find a file's layout: as many as a large model has tensors, in one to four requests each."""
+HELD_BLOCKS = 3  # a parser looks 64 KiB ahead, which may cross the small chunk that a file begins with
+TensorPlace: TypeAlias = tuple[str, int, int]
+"""A chunk's position, whatever the file's layout: the tensor in which it begins, the offset there, and its length."""
+PARENT = "parent"
+"""The metadata key under which a file names the path that its deltas are taken against."""
+PARENTS_TRIED_MAX = 4
+NAMES_KEPT_S = 5.0
+LISTINGS_KEPT_MAX = 100
+_DIGITS = re.compile(r"\d+")
+_COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
+_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # an id that differs in every save
+
 
 class ChunkPart(NamedTuple):
     """A part of a chunk of the same file.
@@ -74,15 +88,6 @@ class ChunkContext:
 
 NO_CONTEXT = ChunkContext()
 """The context of a chunk about which nothing is known."""
-
-
-LOOK_BLOCKS_MAX = 1024
-"""Most blocks fetched to find a file's layout: as many as a large model has tensors, in one to four requests each."""
-HELD_BLOCKS = 3  # a parser looks 64 KiB ahead, which may cross the small chunk that a file begins with
-
-
-TensorPlace: TypeAlias = tuple[str, int, int]
-"""A chunk's position, whatever the file's layout: the tensor in which it begins, the offset there, and its length."""
 
 
 def layout_of(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
@@ -176,16 +181,6 @@ class _Blocks:
         self._file.read_into(begin, block)
         self._held = [*self._held[1 - HELD_BLOCKS :], (begin, block)]
         return begin, block
-
-
-PARENT = "parent"
-"""The metadata key under which a file names the path that its deltas are taken against."""
-PARENTS_TRIED_MAX = 4
-NAMES_KEPT_S = 5.0
-LISTINGS_KEPT_MAX = 100
-_DIGITS = re.compile(r"\d+")
-_COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
-_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # an id that differs in every save
 
 
 class ListedNames:

@@ -24,6 +24,10 @@ from tierfs.store.tree.directory import new_marker
 from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_record
 from tierfs.store.write.staging import bury
 
+ALIKE_BYTES_MAX = 32
+_WRITE_ID = slice(16, 32)
+_logger = logging.getLogger("tierfs.repair")
+
 
 @dataclass(frozen=True, slots=True)
 class RepairItem:
@@ -104,11 +108,6 @@ class RepairReport:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. ``rewritten`` is empty: no record is rewritten for a chunk."""
         return {**asdict(self), "rewritten": [], "lost_files": self.lost_files, "whole": self.is_whole}
-
-
-ALIKE_BYTES_MAX = 32
-_WRITE_ID = slice(16, 32)
-_logger = logging.getLogger("tierfs.repair")
 
 
 class Mender:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 LARGE_BYTES = 1 << 20
 """A tensor of this size or more has its own chunks."""
 _PIECE_BYTES = 1 << 16
+IN_FLIGHT_MAX = 4
+SLOT_BYTES_MIN = 64 << 10
 
 
 class Cutter:
@@ -139,10 +141,6 @@ class Cutter:
             return True
         self._kept, self._mark, self._left = bytearray(), request.mark, request.length
         return False
-
-
-IN_FLIGHT_MAX = 4
-SLOT_BYTES_MIN = 64 << 10
 
 
 class ObjectSink:
