@@ -147,24 +147,23 @@ def read_batch(directory: Path, file: str, fallbacks: Counter[str]) -> list[Batc
     path = directory / file
     with disk_errors(path):
         try:
-            batch = open(path, "rb")  # noqa: SIM115 - closed below
+            with open(path, "rb") as batch:
+                size = os.fstat(batch.fileno()).st_size
+                for at in (0, max(0, size - _STATES_AT)):
+                    head = os.pread(batch.fileno(), _STATES_AT, at)
+                    if len(head) < _STATES_AT or not head.startswith(_MAGIC):
+                        continue
+                    _, version, count, length = _HEAD.unpack_from(head)
+                    table_at = at - length if at else _STATES_AT + count
+                    table = os.pread(batch.fileno(), min(length, size), max(0, table_at))
+                    if checksum(head[: _HEAD.size], table) == head[_HEAD.size :]:
+                        check_version(path, version)
+                        if at:
+                            fallbacks["tables_damaged"] += 1
+                            _logger.warning("%s: the first table is damaged, and the second one is used", path)
+                        return list(_rows(file, table, count, _STATES_AT + count + length))
         except FileNotFoundError:
             return []
-        with batch:
-            size = os.fstat(batch.fileno()).st_size
-            for at in (0, max(0, size - _STATES_AT)):
-                head = os.pread(batch.fileno(), _STATES_AT, at)
-                if len(head) < _STATES_AT or not head.startswith(_MAGIC):
-                    continue
-                _, version, count, length = _HEAD.unpack_from(head)
-                table_at = at - length if at else _STATES_AT + count
-                table = os.pread(batch.fileno(), min(length, size), max(0, table_at))
-                if checksum(head[: _HEAD.size], table) == head[_HEAD.size :]:
-                    check_version(path, version)
-                    if at:
-                        fallbacks["tables_damaged"] += 1
-                        _logger.warning("%s: the first table is damaged, and the second one is used", path)
-                    return list(_rows(file, table, count, _STATES_AT + count + length))
     return [BatchDraft(file, -1, int(file.partition("-")[0], 16), 0, checksum(file.encode()), "", (), 0, 0)]
 
 
@@ -177,13 +176,10 @@ def done_in(directory: Path, file: str, count: int) -> set[int] | None:
     path = directory / file
     with disk_errors(path):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with open(path, "rb") as batch:
+                states = os.pread(batch.fileno(), count, _STATES_AT)
         except FileNotFoundError:
             return None
-        try:
-            states = os.pread(fd, count, _STATES_AT)
-        finally:
-            os.close(fd)
     return {index for index, state in enumerate(states) if state == _DONE}
 
 
@@ -269,7 +265,8 @@ class DraftBatches:
                 done = done_in(directory, file, len(found))
                 self._note(file, [draft for draft in found if draft.place not in (done or ())])
                 # An earlier process may have ended between a change and its flush.
-                flush_file(directory / file)
+                with open(directory / file, "rb") as batch:
+                    os.fdatasync(batch.fileno())
                 if not self._left[file]:
                     (directory / file).unlink()
                     self._forget(file)
@@ -369,14 +366,6 @@ class DraftBatches:
         self._faults(f"before {name}")
         yield
         self._faults(f"after {name}")
-
-
-def flush_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
 
 
 def _conflict(seq: int) -> str:
