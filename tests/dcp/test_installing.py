@@ -243,10 +243,12 @@ def test_slashes_that_a_path_lost_come_back(given, meant):
 
 
 TRAINER = """
+import os
 import sys
 import torch
 import torch.distributed.checkpoint as dcp
 
+os.environ["TIERFS_DCP"] = sys.argv[2]
 state = {"weight": torch.full((30, 20), 5.0), "step": 7}
 dcp.save(state, checkpoint_id=sys.argv[1])
 print("tierfs.dcp.installing" in sys.modules)
@@ -269,32 +271,29 @@ def as_installed(tmp_path):
     return {**os.environ, "PYTHONPATH": f"{info.parent}{os.pathsep}{ROOT}"}
 
 
-def train(environment, url, **variables):
-    command = [sys.executable, "-W", "ignore", "-c", TRAINER, url]
-    return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=False)
+def train(environment, url, at_import, later):
+    """Save in another process, with these values of ``TIERFS_DCP`` while torch is imported and later."""
+    command = [sys.executable, "-W", "ignore", "-c", TRAINER, url, later]
+    environment = {**environment, "TIERFS_DCP": at_import}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_variable_alone_is_enough_from_the_first_save_on(as_installed, root, tmp_path):
-    done = train(as_installed, f"tierfs::{tmp_path}/store/first", TIERFS_DCP="1")
+    done = train(as_installed, f"tierfs::{tmp_path}/store/first", "1", "1")
     assert done.stdout == "True\n", done.stderr
     assert is_ours(f"{root}/first")
     assert load(f"{root}/first")["weight"][0, 0] == 5
 
 
-def test_without_the_variable_nothing_of_it_is_loaded(as_installed, root):
-    done = train(as_installed, f"{root}/first", TIERFS_DCP="0")
+def test_without_the_variable_nothing_is_loaded_and_later_it_warns(as_installed, root):
+    done = train(as_installed, f"{root}/first", "0", "1")
     assert done.stdout == "False\n", done.stderr
     assert not is_ours(f"{root}/first")
+    assert "call tierfs.dcp.install()" in done.stderr
 
 
 def test_a_value_that_says_nothing_is_refused(monkeypatch):
     monkeypatch.setenv("TIERFS_DCP", "perhaps")
     with pytest.raises(InvalidInputError, match="TIERFS_DCP=perhaps: set it to 1 or to 0"):
         torch_imported()
-
-
-def test_a_torch_that_was_kept_from_loading_it_is_warned_of(as_installed, root):
-    done = train(as_installed, f"{root}/first", TIERFS_DCP="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout == "False\n", done.stderr
-    assert "call tierfs.dcp.install()" in done.stderr

@@ -73,7 +73,7 @@ def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, mon
     options = ["--url", f"tierfs::file://{tmp_path}/demo/run", "--steps", "6", "--every", "2", "--params", "200000"]
     terminated, resumed = DemoRun(), DemoRun()
     for told, more, ends_with in ((terminated, ["--terminate", "6"], 128 + signal.SIGTERM), (resumed, [], 0)):
-        with RankGroup("run", [*options, *more], world_size=2, timeout_s=HANG_S, ends_with=ends_with) as ranks:
+        with RankGroup("run", [*options, *more], world_size=1, timeout_s=HANG_S, ends_with=ends_with) as ranks:
             for event in ranks.events():
                 told.take(event)
     assert terminated.stopped_at == 6
@@ -243,7 +243,7 @@ def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monk
     monkeypatch.chdir(ROOT)
     # No store exists at this URL, so the ranks can neither restore nor save.
     options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
-    group = RankGroup("short run", options, world_size=2, timeout_s=HANG_S)
+    group = RankGroup("short run", options, world_size=1, timeout_s=HANG_S)
     with (
         pytest.raises(
             TierfsError, match=r"(?s)short run failed: rank \d with (exit code 1|signal SIGABRT).*tierfs init"
