@@ -57,10 +57,7 @@ class StepsAgain:
         self.metrics: list[tuple[int, Mapping[str, float]]] = []
 
     def make(self, *, until: int | None) -> Restored:
-        """Make the steps again up to a step, or all of them, and go on with the log after them.
-
-        Returns:
-            The outcome with the last step that was made again.
+        """Make the steps again up to a step, or all of them, and return the outcome. The log goes on after them.
 
         Raises:
             NotFoundError: The log does not lead to ``until``. The state is at an earlier step.
@@ -99,8 +96,8 @@ class StepsAgain:
             Level.parse(base.level), *gather(min((level_of(store, path) for path in paths), default=Level.OBJECT))
         )
         everyones = dict.fromkeys(note for told in gather(notes) for note in told)
-        notes_all = (*base.notes, *everyones)
-        return replace(base, step=at, level=level.label, replayed=len(steps), stopped=stopped, notes=notes_all)
+        notes = [*base.notes, *everyones]
+        return replace(base, step=at, level=level.label, replayed=len(steps), stopped=stopped, notes=tuple(notes))
 
     def prove(self, train: Callable[[int], float] | None, *, steps: int, metric: str, tolerance: float) -> ResumeReport:
         """Compare the state with that of a training which makes the same steps from the checkpoint on.

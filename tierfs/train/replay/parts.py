@@ -175,11 +175,7 @@ class Parts:
     def build(self) -> dict[str, Any]:
         """Return the facts about this program and machine on which the bits of an update depend."""
         devices = sorted({each.device.type for each in self.parameters})
-        found: dict[str, Any] = {
-            "torch": str(torch.__version__),
-            "git": torch.version.git_version,
-            "devices": devices,
-        }
+        found: dict[str, Any] = {"torch": str(torch.__version__), "git": torch.version.git_version, "devices": devices}
         if "cpu" in devices:
             found |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
         if "cuda" in devices:
@@ -283,11 +279,7 @@ def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
 
 
 def check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Check that a gradient can be logged.
-
-    Raises:
-        InvalidInputError: It is sparse in another form than COO, or placed otherwise than its parameter.
-    """
+    """Raise `InvalidInputError` if a gradient is sparse in another form than COO, or placed unlike its parameter."""
     if isinstance(gradient, DTensor) and gradient.placements != getattr(parameter, "placements", None):
         raise InvalidInputError(
             f"Replay: the gradient of {name} is placed as {gradient.placements}, unlike its parameter: redistribute it first"

@@ -27,10 +27,7 @@ ELEMENTWISE = (
 )
 """Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 AGAIN_SHARE = 0.25
-"""The part of a step's time that `YoungDaly` takes for making the step again. It is the aim, not a bound.
-
-``integration/bench/replay.py`` measured 0.04 to 0.09 on two idle cores.
-"""
+"""The aim for the share of a step's time that making it again takes; ``integration/bench/replay.py`` measured less."""
 
 
 @dataclass(slots=True, eq=False)

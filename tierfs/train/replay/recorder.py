@@ -69,9 +69,6 @@ class Recorder:
     """Logs the steps of one rank. All methods run on the training thread.
 
     Attributes:
-        policy: What the user wants.
-        run: The directory of the run.
-        world: The ranks.
         chain: The chain that the next file belongs to; empty while nothing is logged.
         wants_save: Whether the log needs a full save.
     """
@@ -309,8 +306,7 @@ class Recorder:
     def before_save(self, step: int, state: TrainState | DictState) -> dict[str, str]:
         """Publish the file of the steps that have none, so that the chain leads to the state of a full save.
 
-        Returns:
-            The name of the chain that begins with the save, for its description; nothing if nothing is logged.
+        Return the name of the chain that begins with the save, for its description; nothing if nothing is logged.
         """
         if self._is_off:
             return {}
