@@ -24,7 +24,7 @@ from tierfs.clock import ManualClock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.host.host import Host
 from tierfs.host.slab import pool, segment, segment_file
-from tierfs.host.slab.budget import RamBudget
+from tierfs.host.slab.budget import ASKED_FILE, RamBudget
 from tierfs.host.slab.pool import next_layout
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.table import Layout, SlotKind, SlotState
@@ -329,7 +329,7 @@ from tierfs.clock import SystemClock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.budget import RamBudget
+from tierfs.host.slab.budget import ASKED_FILE, RamBudget
 from tierfs.host.slab.segment import SlotKind
 # Long enough for others to come in between looking and making, if they could.
 RamBudget.free_bytes = lambda self, folder, files: time.sleep(0.01) or 1 << 40
@@ -825,9 +825,22 @@ def test_memory_for_a_second_save_is_made_ahead(open_tier):
     assert tier.grow_ahead() is None
 
 
-def test_clean_slots_cause_no_growth_ahead(open_tier):
-    tier = open_tier(budget=2 * MIB)
+def test_memory_is_made_ahead_once_after_a_save_that_is_clean(open_tier, host):
+    tier = open_tier(budget=8 * MIB)
     put(tier, b"a", length=800 * KIB, clean=True)
+    tier.grow_ahead().join()
+    assert len(tier.own_segments()) == 2
+    RamBudget(host).ask_for_room()
+    tier.give_back()
+    assert len(tier.own_segments()) == 1, "another process waits for room"
+    os.utime(host.directory / ASKED_FILE, (0, 0))  # long ago
+    assert tier.grow_ahead() is None, "others may want the memory"
+
+
+def test_copies_of_chunks_cause_no_growth_ahead(open_tier):
+    tier = open_tier(budget=2 * MIB)
+    slot = tier.take(SlotKind.CHUNK, 800 * KIB, timeout_s=0, spares_copies=True)
+    slot.segment.seal(slot, b"a", b"", state=SlotState.CLEAN, stamp_ns=1)
     assert tier.grow_ahead() is None
     assert len(tier.own_segments()) == 1
 

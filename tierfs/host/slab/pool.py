@@ -69,6 +69,7 @@ class SegmentPool:
         self._closed = False
         self._small_said = self._removed_said = False
         self._requests = self._waiting = 0  # that got their slots; that wait now
+        self._is_new = False  # whether there was a request, not for a copy, since memory was last added ahead
         self._largest = 0  # bytes of the largest request
         self.waits = 0
         self.waited_s = 0.0
@@ -118,9 +119,10 @@ class SegmentPool:
                 self.waited_s += waited_s
 
     def grow_ahead(self) -> threading.Thread | None:
-        """Start a thread that adds memory for another request like the largest, beside the data that is dirty now.
+        """Start a thread that adds memory for another request like the largest, beside the last one and all dirty data.
 
         Touching new memory is several times slower than copying into it, so this happens before the next save needs it.
+        A process without dirty data adds memory at most once after a request: others may want that memory.
 
         Returns:
             The thread; None if there is enough memory, or it runs already.
@@ -128,9 +130,10 @@ class SegmentPool:
         if self._ram_budget.is_room_asked_for():
             return None
         own = self._in_use()
-        needed = sum(sums.filling + sums.dirty for sums in (segment.sums() for segment in own))
-        missing = needed + self._largest - sum(segment.data_bytes for segment in own)
-        if not needed or missing <= 0:
+        needed = sum(map(_needed_bytes, own))
+        missing = max(needed, self._largest) + self._largest - sum(segment.data_bytes for segment in own)
+        is_new, self._is_new = self._is_new, False
+        if missing <= 0 or not (needed or is_new):
             return None
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
@@ -196,6 +199,7 @@ class SegmentPool:
             raise
         with self._lock:
             self._requests += 1
+            self._is_new |= not spares_copies
             self._largest = max(self._largest, wanted)
         return [slots for slots in found if slots is not None]
 
