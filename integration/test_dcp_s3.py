@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -12,6 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import s3server
 import torch.distributed.checkpoint as dcp
+from leftovers import flushers
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -71,6 +74,16 @@ except BaseException as error:  # torch raises a CheckpointException, which is n
 """
 
 
+NEVER = """
+import json, sys
+from tierfs.dcp import TierWriter
+
+TierWriter(sys.argv[1], s3=json.loads(sys.argv[2]))
+print("made", flush=True)
+sys.stdin.readline()
+"""
+
+
 def whole(number):
     return torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024) + number
 
@@ -92,6 +105,13 @@ def checkpoint(port, tmp_path, monkeypatch):
     state = {f"w{number}": whole(number) for number in range(TENSORS)}
     dcp.save(state, storage_writer=TierWriter(url, ack="object", ram="1GiB", nvme="0", s3=options), no_dist=True)
     return url
+
+
+def wait_until(condition):
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.1)
 
 
 def load_on(count, port, url, directory, *, at_once=True):
@@ -133,6 +153,30 @@ def test_ranks_of_a_host_fetch_each_chunk_once(port, checkpoint, tmp_path, at_on
     chunks = load_on(RANKS, port, checkpoint, tmp_path / "together", at_once=at_once)
     assert len(chunks) >= 2 * TENSORS
     assert set(chunks.values()) == {1}
+
+
+def test_a_writer_that_saves_nothing_leaves_nothing(port, tmp_path):
+    """A writer starts the flusher when it is made. Without a save, the flusher ends soon after the process."""
+    options = s3server.options(port)
+    url = f"s3://{s3server.new_bucket(port)}/run"
+    tierfs.init(url, options=options)
+    environment = {**os.environ, "TIERFS_STATE_DIR": str(tmp_path / "state"), "TIERFS_SHM_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", NEVER, url, json.dumps(options)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:
+        assert made.stdout.readline() == "made\n"
+        wait_until(lambda: flushers(tmp_path))
+        made.communicate(timeout=60)
+    assert made.returncode == 0
+    wait_until(lambda: not flushers(tmp_path))
+    assert list(tmp_path.rglob("*.slab*")) == []
+
+
+def test_the_first_save_raises_that_its_store_is_missing(port, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path))
+    options = s3server.options(port)
+    writer = TierWriter(f"tierfs::s3://{s3server.new_bucket(port)}/run/step_1", s3=options)
+    with pytest.raises(CheckpointException, match="no store holds"):
+        dcp.save({"w": whole(0)}, storage_writer=writer, no_dist=True)
 
 
 def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch):

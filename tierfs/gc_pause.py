@@ -65,10 +65,10 @@ class Uncollected:
 
 
 def planning() -> Uncollected:
-    """Begin a pause for the time in which DCP plans a save or a load: two seconds at most.
+    """Begin a pause for the time in which DCP plans a save or a load, and tierfs does it: two seconds at most.
 
     Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator, and
-    unpickles it. A collection would block training for longer than the copy of its state. After planning they are gone.
+    unpickles it. A collection would block training for longer than the copy of its state. At the end they are gone.
     """
     return Uncollected(PLANNING_S_MAX)
 

@@ -4,7 +4,8 @@
 
 - shared memory of a store that holds one small file, and of a state of N MB after one save;
 - milliseconds for each of N files of 100 KiB, staged, local, and written to ext4 with fsync;
-- seconds of a process's first save of N MB to S3 and of its second, if ministack is installed;
+- seconds of a process's first save of N MB to S3 and of its second, by file and by checkpoint, if ministack is
+  installed;
 - bytes sent and private memory kept for a state of N times the ram tier;
 - private memory, descriptors and processor time of the flusher of one of N stores;
 - milliseconds that a flusher takes to find one new file while N drafts without bytes are pending.
@@ -33,6 +34,7 @@ from typing import Any
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_states import back
 from harness import Aims, cpu_seconds, parser, say, timed
 
 import tierfs
@@ -68,6 +70,28 @@ for number in range(2):
     fs.wait(root, "object", 60)
     took.append(time.perf_counter() - begun)
 print(json.dumps(took))
+"""
+_FIRST_CHECKPOINTS = """
+import json, sys, time
+import torch, torch.distributed.checkpoint as dcp
+from tierfs.dcp import TierWriter
+url, options, length, pause = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+state = {f"layer{number}": torch.empty(length // 32, dtype=torch.int32).random_() for number in range(8)}
+writer = TierWriter(f"tierfs::{url}", s3=options)
+time.sleep(pause)
+found = []
+for number in range(2):
+    begun = time.perf_counter()
+    future = dcp.async_save(state, storage_writer=writer, checkpoint_id=f"tierfs::{url}/step_{number}")
+    blocked = time.perf_counter() - begun
+    future.result()
+    staged = time.perf_counter() - begun
+    writer.wait("object", 100)
+    found.append([blocked, staged, time.perf_counter() - begun])
+    for tensor in state.values():
+        tensor.bitwise_xor_(0x5DEECE66)
+    time.sleep(2)
+print(json.dumps(found))
 """
 
 
@@ -164,6 +188,37 @@ def first_save(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
     return {"first save until in S3, s": first, "second save until in S3, s": second}
 
 
+def first_checkpoint(sizes_mb: list[int], pause_s: float = STAGED_S) -> dict[str, dict[int, float]]:
+    """Return the seconds of a writer's first and second save of N MB to S3 (ministack): blocked, staged, object.
+
+    The first save begins ``pause_s`` seconds after the writer was made.
+    """
+    import s3server
+
+    rows: dict[str, dict[int, float]] = {}
+    with s3server.running() as port:
+        options = s3server.options(port)
+        for size in sizes_mb:
+            url = f"s3://{s3server.new_bucket(port)}/run"
+            with _place(TIERFS_RAM="3GiB", TIERFS_NVME="2GiB"):
+                tierfs.init(url, options=options)
+                back(3 * size * MB)
+                argv = [
+                    sys.executable,
+                    "-c",
+                    _FIRST_CHECKPOINTS,
+                    url,
+                    json.dumps(options),
+                    str(size * MB),
+                    str(pause_s),
+                ]
+                done = subprocess.run(argv, check=True, capture_output=True)
+            for name, took in zip(("first", "second"), json.loads(done.stdout), strict=True):
+                for level, seconds in zip(("blocked", "staged", "object"), took, strict=True):
+                    rows.setdefault(f"{name} checkpoint, {level}, s", {})[size] = seconds
+    return rows
+
+
 def waves(times: list[int]) -> dict[str, dict[int, float]]:
     """Save a state so many times as large as a ram tier of 32 MiB. Return the bytes sent, and private memory."""
     sent, beside = {}, {}
@@ -257,7 +312,7 @@ def measured(largest: int) -> dict[str, dict[int, float]]:
     rows = shared_memory(some[-count:]) | small_files(some[-count:])
     rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count]) | looks(sizes(largest))
     try:
-        return rows | first_save([1, 4, 16, 64][:count])
+        return rows | first_save([1, 4, 16, 64][:count]) | first_checkpoint([8, 32, 128, 512][:count])
     except ModuleNotFoundError as error:
         print(f"no first saves to S3: {error}", file=sys.stderr)
         return rows
@@ -277,6 +332,8 @@ def judge(rows: dict[str, dict[int, float]], largest: int) -> list[dict[str, Any
     if "first save until in S3, s" in last:
         more = last["first save until in S3, s"] - last["second save until in S3, s"]
         aims.at_most("first save to S3, s more than the second", more, 1)
+        more = last["first checkpoint, object, s"] - last["second checkpoint, object, s"]
+        aims.at_most("first checkpoint to S3, s more than the second", more, 1)
     return aims.found
 
 

@@ -47,24 +47,19 @@ def watched(cls, seen, *names):
     return type(cls.__name__, (cls,), {name: noting(name) for name in names})
 
 
-def test_plans_of_a_save_and_a_load_set_off_no_collection(place):
+@pytest.mark.usefixtures("long_pause")
+def test_a_save_and_a_load_set_off_no_collection(place):
     seen = {}
-    planner = watched(
-        DefaultSavePlanner, seen, "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"
-    )
+    names = ("create_local_plan", "create_global_plan", "finish_plan")
+    planner = watched(DefaultSavePlanner, seen, *names, "resolve_data")
     dcp.save(state(), storage_writer=TierWriter(place), planner=planner(), no_dist=True)
-    assert seen == {"create_local_plan": False, "create_global_plan": False, "finish_plan": False, "resolve_data": True}
+    assert seen == dict.fromkeys([*names, "resolve_data"], False)
     assert gc.isenabled()
     seen.clear()
-    planner = watched(TierLoadPlanner, seen, "create_local_plan", "create_global_plan", "finish_plan", "commit_tensor")
+    planner = watched(TierLoadPlanner, seen, *names, "commit_tensor")
     target = {"w": torch.zeros(1000), "step": 0}
     dcp.load(target, storage_reader=TierReader(place), planner=planner(), no_dist=True)
-    assert seen == {
-        "create_local_plan": False,
-        "create_global_plan": False,
-        "finish_plan": False,
-        "commit_tensor": True,
-    }
+    assert seen == dict.fromkeys([*names, "commit_tensor"], False)
     assert gc.isenabled()
     assert target["step"] == 3
 
@@ -86,7 +81,7 @@ def fail_to_plan(writer):
 
 @pytest.fixture
 def long_pause(monkeypatch):
-    """Let a plan that failed pause collection for longer than a test takes."""
+    """Let collection pause for longer than a test takes."""
     monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 600)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import LOCAL, asks_to_create
 from tierfs.store import Store
+from tierfs.store.write.staging import expect_changes
+from tierfs.threads import start_daemon
 
+AHEAD_S = 0.1
 _CHAIN = "tierfs::"
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
 
@@ -79,6 +84,20 @@ class Address:
         location = replace(location, options={**location.options, **self.options}, tiers=self.tiers)
         create = write and (asks_to_create(location) if self.create is None else self.create)
         return open_store(location, write=write and is_checked, create=create)
+
+    def open_ahead(self, begun: threading.Event) -> None:
+        """Open a remote store, and start its flusher, on another thread: otherwise the first save waits for both.
+
+        Nothing is created in the store. Errors are left to that save, which meets them too. If ``begun`` is set within
+        `AHEAD_S`, nothing is done: the save has begun, and would compete with this for the processors.
+        """
+        if parse_url(self.url).is_remote:
+            start_daemon(self._open_ahead, begun, name="open-ahead")
+
+    def _open_ahead(self, begun: threading.Event) -> None:
+        if not begun.wait(AHEAD_S):
+            with contextlib.suppress(TierfsError):
+                expect_changes(self.open()[0])
 
 
 def full_url(path: str | os.PathLike[str]) -> str:

@@ -240,9 +240,6 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             CorruptionError: Stored bytes are wrong or missing. Items that were loaded before stay in place.
             TierfsError: The read failed.
         """
-        if self._planning is not None:
-            self._planning.end()
-            self._planning = None
         store, directory = self._address.open()
         lengths = {} if self._note is None else self._note.files
         files = ShardFiles(store, directory, lengths)
@@ -252,6 +249,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             self.device_bytes += count
         files.open(saved.place.file for _, saved in wanted)
         read_items(files, wanted, planner)
+        if self._planning is not None:
+            self._planning.end()
+            self._planning = None
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -48,7 +48,7 @@ class _WriterThread(threading.local):
         address: The address of the next save, if `TierWriter.reset` gave one.
         save_id: The id that this rank proposes for the next save.
         save: The save that runs or last ran.
-        planning: The pause of garbage collection while DCP plans.
+        planning: The pause of garbage collection while DCP plans, and this rank writes its file.
     """
 
     address: Address | None = None
@@ -139,6 +139,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._overwrite = overwrite
         self._replicas = Replicas() if stage != "all" else None
         self._begin_anew()
+        self._address.open_ahead(self._saves.begun)
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
@@ -318,7 +319,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: A tensor has no elements to store, or an object could not be loaded again. The message
                 names it.
         """
-        self._here.end_planning()
         save = self.running
         store, path = save.target.open(write=True)
         # This rank does not store these items. The coordinator checks that another rank does.
@@ -331,6 +331,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         results += self._write(store, path, items, save) if items else []
         save.metadata_path = inside(path, save.metadata_name)
         note_stored(save)
+        self._here.end_planning()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -367,7 +368,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
         save.metadata_path = inside(path, save.metadata_name)
         stored = [result for rank in results for result in rank]
-        mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts, is_stock=self._is_stock)
+        with planning():
+            mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts, is_stock=self._is_stock)
         # DCP sends this object to the other ranks, whose writers learn from it that the save finished.
         metadata.storage_meta = SavedMeta(
             save.target.url, mark.save_id, metadata_path=save.metadata_path, sequence=mark.sequence

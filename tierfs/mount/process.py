@@ -26,6 +26,7 @@ from tierfs.mount.server import SLOW_TIMEOUT_S, TIMEOUT_S, Server
 from tierfs.mount.state import MountState
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import asks_to_create
+from tierfs.store.write.staging import expect_changes
 
 FLUSH_S = 45.0
 """Seconds that ending a mount may take. Slurm and Kubernetes usually wait longer between SIGTERM and SIGKILL."""
@@ -145,6 +146,8 @@ def _open(url: str, options: MountOptions) -> MountState:
     store, path = open_store(location, write=writes, create=writes and asks_to_create(location))
     if path and verbs.kind_of(store, path) == "file":
         raise InvalidInputError(f"{url} is a file: mount the directory that holds it", path=url)
+    if writes and location.is_remote:
+        expect_changes(store)
     staging = state_directory(tiers.state_dir) / "mount"
     make_private(staging.parent)
     make_private(staging)

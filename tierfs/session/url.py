@@ -79,6 +79,11 @@ class Location:
         return self.protocol == "memory"
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the object tier is neither a directory of this host nor memory of this process."""
+        return self.protocol not in LOCAL and not self.is_process_local
+
+    @property
     def url(self) -> str:
         """The path as the object tier's URL, without options."""
         return target_url(self.protocol, self.path)

@@ -27,7 +27,7 @@ from tierfs.device.tier import Spot
 from tierfs.device.transfer import Transfer
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark, metadata_file
-from tierfs.gc_pause import detached
+from tierfs.gc_pause import detached, planning
 
 if TYPE_CHECKING:
     from tierfs.dcp.save.gpu_tensors import Later
@@ -95,9 +95,14 @@ class Save:
 
 
 class Saves:
-    """The saves of one writer on one rank. Safe for use by many threads."""
+    """The saves of one writer on one rank. Safe for use by many threads.
+
+    Attributes:
+        begun: Set when the first save is requested.
+    """
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
         self.last: Save | None = None
         self.done: Save | None = None
         self.ended: set[str] = set()
@@ -107,6 +112,7 @@ class Saves:
 
     def ask(self) -> Save:
         """Return a new save, requested now."""
+        self.begun.set()
         save = self.last = Save(weakref.ref(self))
         return save
 
@@ -186,8 +192,9 @@ class StagedState(dict[str, Any]):
         try:
             with self._lock():
                 if self._make is not None:
-                    self._views = self._later.result() if self._later is not None else ()
-                    super().update(self._make(self._views))
+                    with planning():
+                        self._views = self._later.result() if self._later is not None else ()
+                        super().update(self._make(self._views))
                     self._make = self._later = None
             if self.file is not None:
                 self.file.wait_filled()

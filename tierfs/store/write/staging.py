@@ -188,6 +188,13 @@ def seal(
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
 
 
+def expect_changes(store: Store) -> None:
+    """Start a flusher in the background unless one runs, and let it open the object tier, before anything is sealed."""
+    if store.tiers is not None:
+        store.hand_over(writes=True)
+        store.tiers.writer.expect()
+
+
 def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
     """Check that the path has not changed, without a request over a network, while the caller still has the bytes.
 
