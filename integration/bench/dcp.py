@@ -180,7 +180,7 @@ def main() -> None:
         "machine": machine(
             torch=torch.__version__, **{name: os.environ.get(name, advised) for name, advised in TUNABLES.items()}
         ),
-        **{key: {} for key in ("bytes_of", "tensors_of", "saves", "blocked", "loads", "slices", "training")},
+        **{key: {} for key in ("bytes_of", "tensors_of", "saves", "blocked", "phases", "loads", "slices", "training")},
     }
     bench = Bench(root, options.rounds)
     try:

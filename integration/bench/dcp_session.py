@@ -123,6 +123,29 @@ class SlicePlanner(DefaultLoadPlanner):
         pass
 
 
+class TimedReader(TierReader):
+    """Notes the seconds of a load by phase: the metadata, then planning, then reading with hashing and scatter."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seconds: dict[str, float] = {}
+        self._planned_from = 0.0
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        found = super().read_metadata(*arguments, **options)
+        self._planned_from = time.perf_counter()
+        self.seconds["metadata"] = self._planned_from - begin
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        begin = time.perf_counter()
+        self.seconds["planning"] = begin - self._planned_from
+        found = super().read_data(plan, planner)
+        self.seconds["reading"] = time.perf_counter() - begin
+        return found
+
+
 def box(shape: Any, part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the offsets and the shape of a tensor's part."""
     if not shape:
@@ -258,6 +281,21 @@ class Session:
             slices[name] = {"read": read, "needed": planner.needed_bytes, "ranges": planner.ranges}
         shutil.rmtree(plain)
         return {name: row["seconds"] for name, row in rows.medians().items()}, slices
+
+    def load_phases(self) -> dict[str, float]:
+        """Return the seconds of a load from the ram tier by phase: see `TimedReader`."""
+        self._number += 1
+        directory = self._root / f"step_{self._number}"
+        self._ours.begin(self.state, directory)()
+        self._ours.writer.wait("object")
+        target, rows = states.empty_like(self.state), Rows()
+        for number in range(1 + self._rounds):
+            if number == 1:
+                rows.clear()
+            reader = TimedReader(self._ours.checkpoint(directory), **self._ours.options)
+            whole = timed(partial(stock.load, target, storage_reader=reader, planner=TierLoadPlanner()))
+            rows.note("tierfs", whole=whole, **reader.seconds)
+        return rows.medians()["tierfs"]
 
     def training(self) -> dict[str, Any]:
         """Return the cost of a drain to a training loop, by peer."""

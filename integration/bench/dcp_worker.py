@@ -41,6 +41,7 @@ def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bo
     with peers.one_rank(directory):
         found["saves"] = session.saves()
         found["blocked"] = session.blocked()
+        found["phases"] = session.load_phases()
         if name != "small":
             found["loads"], found["slices"] = session.loads()
         if training:

@@ -218,6 +218,10 @@ def extents_of(
         strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
     if 0 in lengths:
         return
+    length = math.prod(shape) * itemsize
+    if tuple(lengths) == tuple(shape) and length <= dense_bytes_max:
+        yield BoxExtent(0, length, (0,) * len(shape), tuple(lengths), tuple(strides), is_dense=True)
+        return
     at = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     box = BoxExtent(at, 0, (0,) * len(shape), tuple(lengths), tuple(strides), is_dense=False)
     yield from _cut(box, itemsize, dense_bytes_max, first=0)

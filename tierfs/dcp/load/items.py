@@ -155,13 +155,16 @@ class ItemReader:
             self._destinations.add(fqn, target)
         assert saved.dtype is not None
         is_on_gpu = accelerator_of(target) is not None
-        is_same = target.dtype == saved.dtype and (target.is_cpu or is_on_gpu) and plain_bytes(target) is not None
+        whole = plain_bytes(target) if target.dtype == saved.dtype and (target.is_cpu or is_on_gpu) else None
+        is_same = whole is not None
         self._tensors.append((item, target, is_same))
         is_straight = is_same and target.is_cpu and not is_on_gpu
         dense_max = DENSE_BYTES_MAX if is_straight else READ_BYTES_MAX
         for extent in extents_of(saved.sizes, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
-            part = narrowed(target, extent.offsets, extent.lengths)
-            flat = plain_bytes(part) if is_same and extent.is_dense else None
+            part, flat = target, whole if extent.is_dense else None
+            if extent.lengths != lengths:
+                part = narrowed(target, extent.offsets, extent.lengths)
+                flat = plain_bytes(part) if is_same and extent.is_dense else None
             straight = memoryview(flat.numpy()) if flat is not None and is_straight else None
             on_gpu = flat if is_on_gpu else None
             at = place.at + extent.at

@@ -62,7 +62,8 @@ class ShardFiles:
 
     def reader(self, name: str) -> Reader:
         """Return the reader of one file."""
-        self.open([name])
+        if name not in self._open:
+            self.open([name])
         return self._open[name]
 
     def read(self, ranges: Iterable[FileRange]) -> None:
