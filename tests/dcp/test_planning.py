@@ -25,7 +25,7 @@ def place(url):
 
 @pytest.fixture(autouse=True)
 def enabled():
-    gc.enable()
+    assert until(gc.isenabled)  # a plan that failed in another test may still pause it
     yield
     assert until(gc.isenabled)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shlex
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
-from tierfs.gc_pause import Uncollected, planning
+from tierfs.gc_pause import planning
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
 from tierfs.store.announced_saves import AnnouncedSaves, Waiting
@@ -79,7 +80,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._note: CheckpointNote | None = None
         self._shared: str | None = None
         self.device_bytes = 0
-        self._planning: Uncollected | None = None
+        self._planning: AbstractContextManager[None] = nullcontext()
 
     def __repr__(self) -> str:
         return f"TierReader({self._address.url!r})"
@@ -240,18 +241,17 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             CorruptionError: Stored bytes are wrong or missing. Items that were loaded before stay in place.
             TierfsError: The read failed.
         """
-        store, directory = self._address.open()
-        lengths = {} if self._note is None else self._note.files
-        files = ShardFiles(store, directory, lengths)
-        wanted = self._wanted(plan)
-        if self._note is not None:
-            wanted, count = roll_back(self._note.save_id, wanted, planner)
-            self.device_bytes += count
-        files.open(saved.place.file for _, saved in wanted)
-        read_items(files, wanted, planner)
-        if self._planning is not None:
-            self._planning.end()
-            self._planning = None
+        pause, self._planning = self._planning, nullcontext()
+        with pause:
+            store, directory = self._address.open()
+            lengths = {} if self._note is None else self._note.files
+            files = ShardFiles(store, directory, lengths)
+            wanted = self._wanted(plan)
+            if self._note is not None:
+                wanted, count = roll_back(self._note.save_id, wanted, planner)
+                self.device_bytes += count
+            files.open(saved.place.file for _, saved in wanted)
+            read_items(files, wanted, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

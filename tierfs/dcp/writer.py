@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as StagingFuture
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -319,19 +320,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: A tensor has no elements to store, or an object could not be loaded again. The message
                 names it.
         """
-        save = self.running
-        store, path = save.target.open(write=True)
-        # This rank does not store these items. The coordinator checks that another rank does.
-        results = [WriteResult(index, 0, None) for index in save.delegated or delegated_by(plan)]
-        items = [(item, planner.resolve_data(item)) for item in plan.items]
-        checks.check_planned(items)
-        if self._replicas is not None:
-            has_delegated = bool(save.delegated) or save.offered is None
-            self._replicas.learn(save.taken, save.offered, plan.items, has_delegated=has_delegated)
-        results += self._write(store, path, items, save) if items else []
-        save.metadata_path = inside(path, save.metadata_name)
-        note_stored(save)
-        self._here.end_planning()
+        with self._here.planning or nullcontext():
+            save = self.running
+            store, path = save.target.open(write=True)
+            # This rank does not store these items. The coordinator checks that another rank does.
+            results = [WriteResult(index, 0, None) for index in save.delegated or delegated_by(plan)]
+            items = [(item, planner.resolve_data(item)) for item in plan.items]
+            checks.check_planned(items)
+            if self._replicas is not None:
+                has_delegated = bool(save.delegated) or save.offered is None
+                self._replicas.learn(save.taken, save.offered, plan.items, has_delegated=has_delegated)
+            results += self._write(store, path, items, save) if items else []
+            save.metadata_path = inside(path, save.metadata_name)
+            note_stored(save)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
