@@ -11,7 +11,7 @@ from tierfs.objects.protocol import Version
 from tierfs.store import Store, save, stat
 from tierfs.store.store import RecordCache
 
-COUNTS = {"memory": 10_000, "file": 2_000}
+COUNTS = {"memory": 3_000, "file": 1_500}
 
 
 @pytest.fixture(scope="module")

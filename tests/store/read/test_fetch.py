@@ -661,7 +661,7 @@ def test_saves_go_through_local_tiers_to_another_host(make_host):
 
 def test_a_file_larger_than_the_ram_tier_is_encoded_against_the_one_before(make_host):
     here = make_host("here", ram=24 * MIB, nvme=256 * MIB)
-    training, contents = Training(16 * MIB), {}
+    training, contents = Training(8 * MIB), {}  # files of 48 MiB
     for step in range(2):
         path = f"run/step_{step}/shard"
         contents[path] = training.step().pair()
