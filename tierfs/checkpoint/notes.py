@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.keys import inside
-from tierfs.store import Store
+from tierfs.store import Store, delete, find
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.tree.listing import check_hidden
 from tierfs.store.tree.records import observe_to_read
@@ -30,13 +32,6 @@ from tierfs.store.tree.records import observe_to_read
 if TYPE_CHECKING:
     from tierfs.dcp.checkpoint import Checkpoint  # it loads torch
     from tierfs.dcp.facts import Facts
-
-
-import re
-from collections.abc import Collection, Iterable
-from contextlib import suppress
-
-from tierfs.store import delete, find
 
 METRICS = ".metrics"
 """A JSON object with a number for each metric."""
@@ -51,6 +46,21 @@ FILES = ".files"
 NOTES = (METRICS, RECORD, DAMAGED, PINNED, FILES)
 OBJECT_BYTES_MAX = 1 << 20
 _logger = logging.getLogger("tierfs.train")
+LINES = ".run/lines"
+"""The file in a run's directory that holds its lines. Without it, all checkpoints there count as one line.
+
+It has a directory of its own, so that it can be published while saves below the run's directory are pending.
+"""
+ABOUT = "tierfs.about"
+"""The name of the value that holds a checkpoint's own description."""
+FIRST = ""
+"""The line of all checkpoints whose line has no entry in the file."""
+NOTHING = -1
+"""The step at which a line begins if no checkpoint was restored before."""
+LINES_BYTES_MAX = 1 << 24
+DIRECTORY = "replay"
+"""The directory in a run's directory that holds its logged steps."""
+_NAME = re.compile(r"([0-9a-f-]{1,80})/([0-9]{1,18})-([0-9]{1,18})\.rank-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 
 
 def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes | None:
@@ -95,20 +105,6 @@ def is_pinned(store: Store, directory: str) -> bool:
         return observe_to_read(store, inside(directory, PINNED)).manifest is not None
     except (CorruptionError, FormatError):
         return True
-
-
-LINES = ".run/lines"
-"""The file in a run's directory that holds its lines. Without it, all checkpoints there count as one line.
-
-It has a directory of its own, so that it can be published while saves below the run's directory are pending.
-"""
-ABOUT = "tierfs.about"
-"""The name of the value that holds a checkpoint's own description."""
-FIRST = ""
-"""The line of all checkpoints whose line has no entry in the file."""
-NOTHING = -1
-"""The step at which a line begins if no checkpoint was restored before."""
-BYTES_MAX = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +153,7 @@ def read_lines(store: Store, directory: str) -> Lines | None:
         FormatError: The file is invalid, or a newer tierfs wrote it.
         CorruptionError, StoreError, ReadOnlyError: As for `read_note`.
     """
-    data = read_note(store, directory, LINES, BYTES_MAX)
+    data = read_note(store, directory, LINES, LINES_BYTES_MAX)
     if data is None:
         return None
     try:
@@ -176,11 +172,6 @@ def line_of(checkpoint: Checkpoint | Facts) -> str | None:
     if checkpoint.note is not None and checkpoint.note.run is not None:
         return checkpoint.note.run
     return FIRST if ABOUT in checkpoint.objects else None
-
-
-DIRECTORY = "replay"
-"""The directory in a run's directory that holds its logged steps."""
-_NAME = re.compile(r"([0-9a-f-]{1,80})/([0-9]{1,18})-([0-9]{1,18})\.rank-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,23 +23,6 @@ from tierfs.digest import Buffer
 
 WORTH = 0.97
 """A plane must shrink to this share, and so must a block, or it is not worth the time to decode it."""
-
-
-class Mode(enum.IntEnum):
-    """How a plane is stored. The number is stored in the plane's head."""
-
-    RAW = 0
-    CONSTANT = 1
-    FRAME = 2
-    CODES = 3
-    SEVEN = 4
-    WOVEN = 5
-    MOSTLY = 6
-
-
-Kept: TypeAlias = tuple[Mode, tuple[Buffer, ...]]
-"""The mode of a stored plane, and the parts of its data."""
-
 _CODES_HEAD, _MOSTLY_HEAD = struct.Struct("<BI"), struct.Struct("<BII")
 _WINDOW = 16
 # Each byte outside the window takes five bytes.
@@ -57,6 +40,22 @@ _REPEATED_MAX = 0.05
 _HIGHEST = np.uint64(0x8080808080808080)
 _SHIFTS = np.arange(7, 0, -1, dtype=np.uint64)[:, None]
 _SEVEN_PART = 64
+
+
+class Mode(enum.IntEnum):
+    """How a plane is stored. The number is stored in the plane's head."""
+
+    RAW = 0
+    CONSTANT = 1
+    FRAME = 2
+    CODES = 3
+    SEVEN = 4
+    WOVEN = 5
+    MOSTLY = 6
+
+
+Kept: TypeAlias = tuple[Mode, tuple[Buffer, ...]]
+"""The mode of a stored plane, and the parts of its data."""
 
 
 class PlaneFit(NamedTuple):

@@ -20,6 +20,9 @@ from tierfs.errors import StoreError
 from tierfs.store import Writer
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+# Most frames between a `with` and the handle that it closes: a text wrapper, a compressor, a list of both.
+FRAMES_MAX = 6
+_logger = logging.getLogger("tierfs.fs")
 
 
 class WriteDescriptor:
@@ -105,11 +108,6 @@ class WriteDescriptor:
                 return True
             at += len(piece)
         return False
-
-
-# Most frames between a `with` and the handle that it closes: a text wrapper, a compressor, a list of both.
-FRAMES_MAX = 6
-_logger = logging.getLogger("tierfs.fs")
 
 
 class WriteFile(io.BufferedIOBase):

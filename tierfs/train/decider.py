@@ -28,6 +28,13 @@ from tierfs.train.policies import Context, Preemption, SavePolicy
 from tierfs.train.save import SaveThread
 
 _logger = logging.getLogger("tierfs.train")
+LIGHT, FULL = 1, 2
+"""The kinds of saves. If ranks ask for both, they make the full one."""
+RESERVED = 0.2
+"""The share of the grace period that is left for saves in flight if a late rank prevents the last save."""
+DEADLINE_GRACE_S = 120.0
+"""Seconds that the last save may take if no `Preemption` policy says how long."""
+STEPS_MEASURED = 16
 
 
 class Signals:
@@ -132,15 +139,6 @@ def _is_taken(number: int) -> bool:
     """Return whether a signal has a handler other than that of a closed or inherited `Signals`."""
     called = getattr(signal.getsignal(number), "__self__", None)
     return not isinstance(called, Signals) or called._notes
-
-
-LIGHT, FULL = 1, 2
-"""The kinds of saves. If ranks ask for both, they make the full one."""
-RESERVED = 0.2
-"""The share of the grace period that is left for saves in flight if a late rank prevents the last save."""
-DEADLINE_GRACE_S = 120.0
-"""Seconds that the last save may take if no `Preemption` policy says how long."""
-STEPS_MEASURED = 16
 
 
 class SaveDecider:

@@ -50,6 +50,24 @@ from tierfs.units import format_bytes
 TEXT_BYTES_MAX = 64 << 10
 ENTRIES_MAX = 5000
 PIECE_BYTES = 1 << 20
+KEPT_MAX = 32
+ABANDONED_S = 15.0  # a job that no client has asked for in this time ends at its next step
+WAIT_S = 1.0  # of a request for the result, before it gets the progress instead
+ROWS_MAX = 500
+_ALARMS = ("severity", "what", "do", "command")
+_TIERS = ("tier", "used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes", "gives")
+_CHECKPOINTS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
+_SIZES = {*_TIERS[1:5], "size", "stored"}
+_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>
+<body class="plain"><main><p><a href="/">The page with live figures</a></p>"""
+TICK_S, BEAT_TICKS = 0.5, 2  # every second an event stream says that the server lives
+TIMED_MAX = 200  # checkpoints whose own records of times are read: each takes a few requests
+DIGITS_MAX = 18
+METRICS_TYPE = "text/plain; version=0.0.4"
+STATUSES = {"not-found": 404, "store-not-found": 404, "invalid-input": 400, "read-only": 403, "store": 503}
+_ID = secrets.token_hex(8)
+"""The id of this process: the page loads everything again when it changes."""
 
 
 def directory(place: StorePlace) -> dict[str, Any]:
@@ -105,9 +123,6 @@ def pieces(place: StorePlace, entry: Entry) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-KEPT_MAX = 32
-ABANDONED_S = 15.0  # a job that no client has asked for in this time ends at its next step
-WAIT_S = 1.0  # of a request for the result, before it gets the progress instead
 Task: TypeAlias = "Callable[[Job], dict[str, Any]]"
 
 
@@ -164,16 +179,6 @@ class Jobs:
             return 202, {"running": True, "done": job.done, "total": job.total}
 
 
-ROWS_MAX = 500
-_ALARMS = ("severity", "what", "do", "command")
-_TIERS = ("tier", "used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes", "gives")
-_CHECKPOINTS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
-_SIZES = {*_TIERS[1:5], "size", "stored"}
-_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>
-<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>
-<body class="plain"><main><p><a href="/">The page with live figures</a></p>"""
-
-
 def plain_page(stores: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     """Return the page for stores, each with its status and its list of checkpoints."""
     return _HEAD + "".join(_store(*store) for store in stores) + "</main></body></html>"
@@ -200,13 +205,6 @@ def _cell(value: Any, name: str) -> str:
 
 
 STATIC = Path(__file__).parent / "static"
-TICK_S, BEAT_TICKS = 0.5, 2  # every second an event stream says that the server lives
-TIMED_MAX = 200  # checkpoints whose own records of times are read: each takes a few requests
-DIGITS_MAX = 18
-METRICS_TYPE = "text/plain; version=0.0.4"
-STATUSES = {"not-found": 404, "store-not-found": 404, "invalid-input": 400, "read-only": 403, "store": 503}
-_ID = secrets.token_hex(8)
-"""The id of this process: the page loads everything again when it changes."""
 
 
 class Page:

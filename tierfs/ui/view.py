@@ -32,6 +32,11 @@ SAMPLES_MAX = 300
 LIST_S_MIN, LIST_SHARE = 5.0, 400
 """A listing follows after `LIST_SHARE` times the seconds that the last one took: all take 0.25 % of a processor."""
 _logger = logging.getLogger("tierfs.ui")
+PROBLEM, NOTE = "problem", "note"
+FULL = 0.9
+"""The share of a tier's budget from which on its dirty bytes are an alarm: writers are about to wait."""
+GC_AGE_S_MAX = 7 * 86400.0
+"""gc is late after this time, which is many times the grace of any store."""
 
 
 class StoreView:
@@ -190,11 +195,6 @@ class StoreView:
                 self._has_listed.set()
 
 
-PROBLEM, NOTE = "problem", "note"
-FULL = 0.9
-"""The share of a tier's budget from which on its dirty bytes are an alarm: writers are about to wait."""
-GC_AGE_S_MAX = 7 * 86400.0
-"""gc is late after this time, which is many times the grace of any store."""
 _Found: TypeAlias = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 

@@ -35,6 +35,8 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
 
 LOCAL_TIERS = ("ram", "nvme")
+DIFFERENT = 1
+"""The exit code if checkpoints differ, as in diff(1)."""
 
 
 class Placement:
@@ -260,10 +262,6 @@ def _shard_row(shard: SavedItem, placement: Placement) -> tuple[str, ...]:
         "missing" if level is None else level.label,
         "+".join(placement.tiers(place)) or "-",
     )
-
-
-DIFFERENT = 1
-"""The exit code if checkpoints differ, as in diff(1)."""
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,28 +24,23 @@ from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.store import Damage, VerifyReport, verify
+from tierfs.session import parse_url
+from tierfs.session.descriptor import mend_descriptor
+from tierfs.store import Damage, Store, VerifyReport, verify
 from tierfs.store.read.verify import ChunkJob, verify_chunks
 from tierfs.units import format_bytes, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from tierfs.store import Store
+    from tierfs.checkpoint.verify import CheckpointLoss
+    from tierfs.store.maintenance.repair_records import RepairReport
     from tierfs.store.maintenance.scrub import ScrubReport
     from tierfs.store.maintenance.scrub_local import LocalReport
     from tierfs.store.maintenance.scrub_piece import ScrubPart, ScrubPiece
-import logging
-from typing import TYPE_CHECKING
-
-from tierfs.session import parse_url
-from tierfs.session.descriptor import mend_descriptor
-from tierfs.store import Store
-
-if TYPE_CHECKING:
-    from tierfs.checkpoint.verify import CheckpointLoss
-    from tierfs.store.maintenance.repair_records import RepairReport
 
 
 WHOLE = 1_000_000
+NAMES_MAX = 10
+_logger = logging.getLogger("tierfs.repair")
 
 
 @command(
@@ -239,10 +235,6 @@ def _scrub_local_lines(report: LocalReport) -> Iterator[str]:
         f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, of the {report.tier} tier in {report.seconds:.1f} s: "
         f"{len(report.damage)} damaged"
     )
-
-
-NAMES_MAX = 10
-_logger = logging.getLogger("tierfs.repair")
 
 
 @command(

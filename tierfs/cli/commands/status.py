@@ -22,6 +22,11 @@ from tierfs.units import format_bytes
 WATCH_S = 2.0
 WATCH_S_MIN = 0.1
 WATCH_S_MAX = 86400.0
+LISTED_MAX = 20
+_TIERS = ("ram", "nvme", "object")
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+# Counters of a tier that have a line only if they are not zero.
+_NOTABLE = ("waits", "waited_s", "evicted_bytes", "damaged")
 
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
@@ -106,13 +111,6 @@ def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
     is_terminal = sys.stderr.isatty()
     with Live(auto_refresh=False, vertical_overflow="crop", redirect_stdout=False, redirect_stderr=is_terminal) as live:
         yield paint
-
-
-LISTED_MAX = 20
-_TIERS = ("ram", "nvme", "object")
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
-# Counters of a tier that have a line only if they are not zero.
-_NOTABLE = ("waits", "waited_s", "evicted_bytes", "damaged")
 
 
 class UploadRate:

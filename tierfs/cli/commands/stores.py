@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tierfs.store import Store
     from tierfs.store.maintenance.gc import GcReport, Tally
 
+BLOCKED_EXIT_CODE = 12
+
 
 @command(
     "init",
@@ -111,9 +113,6 @@ def _probe_lines(url: str, found: Findings, before: Capabilities | None) -> Iter
         yield (
             f"store     {url}, with the new result recorded; processes that have it open use the result after they reopen it"
         )
-
-
-BLOCKED_EXIT_CODE = 12
 
 
 @command(

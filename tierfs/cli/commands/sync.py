@@ -24,6 +24,8 @@ from tierfs.mount.attributes import new_attributes, with_posix
 from tierfs.store import Entry, annotate, delete, find, make_directory
 from tierfs.store import stat as stat_stored
 
+ATTEMPTS_MAX = 3
+
 
 @command(
     "sync",
@@ -74,9 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines, total = [], f"stored {counted(done.files, done.read_bytes, new)}, deleted {done.deleted}"
     return print_result(arguments, document, *lines, f"{total}; {done.unchanged} unchanged")
-
-
-ATTEMPTS_MAX = 3
 
 
 class _Sync:

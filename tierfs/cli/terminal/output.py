@@ -33,6 +33,33 @@ _STYLES = dict.fromkeys(("ok", "complete", "kept", "object", "running"), _GREEN)
 _STYLES |= dict.fromkeys(("note", "foreign", "local", "none", "not kept", "staged", "would go", "yes"), _YELLOW)
 _STYLES |= dict.fromkeys(("problem", "damaged", "failed", "incomplete", "missing"), _RED)
 
+_BY_NUMBER: dict[int, type[TierfsError]] = {
+    errno.ENOSPC: CapacityError,
+    errno.EDQUOT: CapacityError,
+    errno.EROFS: ReadOnlyError,
+    errno.ENAMETOOLONG: InvalidInputError,
+    errno.ELOOP: InvalidInputError,
+}
+_VERIFY = "`tierfs verify`"
+_REPAIR = "`tierfs repair URL --from COPY` restores it"
+TIMEOUT_KIND = "timeout"
+TIMEOUT_EXIT_CODE = 11
+_NEXT_STEP: dict[type[TierfsError], str] = {
+    NotFoundError: "check the path",
+    AlreadyExistsError: "choose another name, or remove it",
+    ReadOnlyError: "check the rights of the file and its directory",
+    InvalidInputError: "check the path",
+    CapacityError: "free some room and try again",
+}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+# Attributes of every record. Callers passed all others as ``extra``.
+_ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Declare ``--json`` on a parser or an argument group."""
@@ -108,26 +135,6 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
-_BY_NUMBER: dict[int, type[TierfsError]] = {
-    errno.ENOSPC: CapacityError,
-    errno.EDQUOT: CapacityError,
-    errno.EROFS: ReadOnlyError,
-    errno.ENAMETOOLONG: InvalidInputError,
-    errno.ELOOP: InvalidInputError,
-}
-_VERIFY = "`tierfs verify`"
-_REPAIR = "`tierfs repair URL --from COPY` restores it"
-TIMEOUT_KIND = "timeout"
-TIMEOUT_EXIT_CODE = 11
-_NEXT_STEP: dict[type[TierfsError], str] = {
-    NotFoundError: "check the path",
-    AlreadyExistsError: "choose another name, or remove it",
-    ReadOnlyError: "check the rights of the file and its directory",
-    InvalidInputError: "check the path",
-    CapacityError: "free some room and try again",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The report of an error.
@@ -176,16 +183,6 @@ def _category(error: OSError) -> type[TierfsError]:
         case IsADirectoryError() | NotADirectoryError():
             return InvalidInputError
     return TierfsError
-
-
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
-# Attributes of every record. Callers passed all others as ``extra``.
-_ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 def _text(record: logging.LogRecord) -> str:
