@@ -11,8 +11,8 @@
 - milliseconds that a flusher takes to find one new file while N drafts without bytes are pending.
 
 N is ``--largest`` in the last row, and at most 400 in the others. ``--largest 10000`` takes a minute; less than 1000
-only shows that everything works. Each row has its own state directories. Those of small files and flushers are on the disk, because the levels need
-one.
+only shows that everything works. Each row has its own state directories. Those of small files and flushers are on the
+disk, because the levels need one.
 """
 
 from __future__ import annotations

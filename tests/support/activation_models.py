@@ -1,4 +1,4 @@
-"""Small models, a GPU that has all tensors, and a meter of its memory, for the tests of `tierfs.experimental.activations`."""
+"""Small models, a GPU that has all tensors, and a meter of its memory, for the tests of activations."""
 
 import numpy as np
 import torch

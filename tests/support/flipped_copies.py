@@ -68,7 +68,7 @@ def has_slot(path, place, *slot, **about):
 
 
 def flip_nvme_drafts(state, where):
-    """Flip a bit of the newest batch of drafts in the nvme tier. Its flusher must be stopped. Return whether there is one."""
+    """Flip a bit of the newest batch of drafts in the nvme tier, whose flusher is stopped. Return whether one is there."""
     batches = sorted(state.glob("stores/*/nvme/drafts/*-*"))
     if not batches:
         return None

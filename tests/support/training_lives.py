@@ -146,7 +146,8 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
         life: The name of this life.
         url: The root of the run.
         settings: ``manager`` has arguments of `Manager`. ``steps`` is the number of steps of the run, ``loader`` the
-            kind of the loader, ``restore`` the step to restore instead of the newest one, ``slow_s`` seconds for each item, ``pause_s`` seconds for each step. ``validates`` keeps
+            kind of the loader, ``restore`` the step to restore instead of the newest one, ``slow_s`` seconds for each
+            item, ``pause_s`` seconds for each step. ``validates`` keeps
             the workers of another loader alive. At the step ``stuck`` the last rank hangs. ``reduces=False`` makes the
             model of each rank its own.
     """

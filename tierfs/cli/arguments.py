@@ -76,9 +76,10 @@ _USAGE = re.compile(r"((?:-\S+ ?)+|[a-z]+ )(?:([A-Z]+|\{.+\})(\.\.\.|[?*+])?(?::
 def add_arguments(parser: argparse._ActionsContainer, arguments: Mapping[str, str]) -> None:
     """Declare arguments, each by its usage and its help text.
 
-    A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``, ``--length N:size``,
-    ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``. A usage that begins with the
-    name of an attribute, like ``directory DIR``, is a positional argument. It may end with ``?``, ``*`` or ``+``.
+    A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``,
+    ``--length N:size``, ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``. A usage
+    that begins with the name of an attribute, like ``directory DIR``, is a positional argument. It may end with ``?``,
+    ``*`` or ``+``.
     """
     for usage, text in arguments.items():
         found = _USAGE.fullmatch(usage)

@@ -132,7 +132,7 @@ class Peering:
                 self._state.access.call(lambda publisher: self.members.leave(publisher.store().objects))
 
     def hosts(self) -> dict[str, Any]:
-        """Wait until a process of this host can find the hosts in the file of them, or there is none. Return their number."""
+        """Wait until the file of the hosts is there for this host's processes, or could not be made. Count the hosts."""
         self.members.is_listed.wait(LIST_S)
         return {"live": len(self.members.live())}
 

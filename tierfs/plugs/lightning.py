@@ -100,7 +100,7 @@ class TierCheckpoint(ModelCheckpoint):
         super().__init__(checked_url(dirpath).rstrip("/"), **kwargs)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the URL of the newest complete checkpoint. Of a directory, it is that of its ``.metadata``, which has a time."""
+        """Return the URL of the newest complete checkpoint: of a directory, that of its ``.metadata``, with its time."""
         fs, path = self._io.place(self.dirpath)
         found = {}
         with contextlib.suppress(FileNotFoundError):

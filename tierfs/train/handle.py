@@ -1,4 +1,4 @@
-"""`SaveHandle`: a save as the training loop sees it. `Health`: the outcomes of a rank's saves, and when they end training."""
+"""`SaveHandle`: a save as the training loop sees it. `Health`: a rank's outcomes, and when they end training."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class SaveHandle:
         """Wait until the checkpoint has reached a level.
 
         Args:
-            level: ``"staged"``, ``"local"`` and ``"peer"`` cover the files that this host saved, ``"object"`` the whole checkpoint.
+            level: ``"staged"``, ``"local"`` and ``"peer"`` cover the files that this host saved, ``"object"`` the whole
+                checkpoint.
             timeout: In seconds; ``None`` waits without a limit.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Choose files by patterns, as a shell does; find where they go; and the checks and removals of commands that change a store.
+"""Choose files by patterns, as a shell does; find where they go; check and remove for commands that change a store.
 
 The sources of ``cp`` and ``mv`` end up where those of the Unix commands of these names do.
 """

@@ -1,4 +1,4 @@
-"""Print results, as one JSON document for machines or aligned columns for people; describe errors; and write the log to stderr."""
+"""Print results, as JSON for machines or aligned columns for people; describe errors; write the log to stderr."""
 
 from __future__ import annotations
 

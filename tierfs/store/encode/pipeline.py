@@ -67,7 +67,7 @@ class Codecs:
 
 AUTO = Codecs()
 Pressure: TypeAlias = Literal["none", "caller", "backlog"]
-"""Why a chunk has to be sent soon: not at all, for a caller that waits for the object tier, or for room in the local tiers."""
+"""Why a chunk has to be sent soon: not at all, for a caller that waits for it, or for room in the local tiers."""
 
 
 _ALL = frozenset(Codec)
