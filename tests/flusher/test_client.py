@@ -336,12 +336,10 @@ def test_a_newer_flusher_continues_an_older_ones_work(directory):
         waiter.start()
         until(lambda: old_threads.all and old_threads.all[0].engine.waiting)
         new.request("echo")
-        engine = new_threads.all[0].engine
-        until(lambda: engine.waiting)
-        engine.release()
+        # The older client may have started another older flusher in between, and a newer one ended without the lock.
+        until(lambda: [each for each in new_threads.all if each.engine.waiting])[0].engine.release()
         waiter.join()
     assert len(answers) == 1
-    assert len(new_threads.all) == 1
     old_threads.stop()
     new_threads.stop()
 

@@ -158,6 +158,8 @@ class FlusherClient:
                 if crashes > REPEATS_MAX or attempts >= ATTEMPTS_MAX:
                     problem = f"the flusher ended {attempts} times while it was asked to {do}"
                     raise self._failed(problem) from error
+                # A newer client that ended the flusher is to start the next one: see `_connect`.
+                time.sleep(min(_PAUSE_S_MIN * 2**attempts, _PAUSE_S_MAX))
             except TimeoutError as error:
                 self._discard(connection)
                 raise self._unanswered(do, timeout_s) from error
@@ -239,6 +241,7 @@ class FlusherClient:
                 try:
                     with contextlib.suppress(_BrokenError, TimeoutError):  # another client was faster, or it hangs
                         _outcome(self._ask(connection, {"do": "retire"}, ends))
+                    pause_s = _PAUSE_S_MIN
                 finally:
                     self._discard(connection)
             if time.monotonic() >= ends:
