@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from tierfs.store.write.staging import expect_changes
 from tierfs.threads import start_daemon
 
 AHEAD_S = 0.1
+FORK_S = 10.0
 _CHAIN = "tierfs::"
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
 
@@ -91,13 +93,25 @@ class Address:
         Nothing is created in the store. Errors are left to that save, which meets them too. If ``begun`` is set within
         `AHEAD_S`, nothing is done: the save has begun, and would compete with this for the processors.
         """
-        if parse_url(self.url).is_remote:
-            start_daemon(self._open_ahead, begun, name="open-ahead")
+        if parse_url(self.url).is_remote and (thread := start_daemon(self._open_ahead, begun, name="open-ahead")):
+            _ahead.add(thread)
 
     def _open_ahead(self, begun: threading.Event) -> None:
         if not begun.wait(AHEAD_S):
             with contextlib.suppress(TierfsError):
                 expect_changes(self.open()[0])
+
+
+_ahead: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _finish_ahead() -> None:
+    """Wait before a fork, of a loader's worker for example: a child waits forever for a module half imported here."""
+    for thread in set(_ahead) - {threading.current_thread()}:
+        thread.join(FORK_S)
+
+
+os.register_at_fork(before=_finish_ahead, after_in_child=_ahead.clear)
 
 
 def full_url(path: str | os.PathLike[str]) -> str:

@@ -115,7 +115,8 @@ def level_reached(store: Store, path: str, metadata_path: str, mark: SaveMark | 
     # A pending change is known on this host alone, so the object tier need not be asked.
     pending = store.tiers.drafts.pending(metadata_path) if store.tiers is not None else None
     if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
-        return Level.STAGED if mark is None else store.ack  # each part had reached it when the save was announced
+        # Each part had reached the level of its save when the save was announced. Only the publication makes it object.
+        return Level.STAGED if mark is None or store.ack is Level.OBJECT else store.ack
     level = level_of(store, metadata_path)
     is_ours = mark is None or level is not Level.OBJECT or turn_of(observe(store, metadata_path).manifest) == mark
     return level if is_ours else Level.NONE
