@@ -84,6 +84,23 @@ sys.stdin.readline()
 """
 
 
+FORK = """
+import faulthandler, json, os, sys, time
+import fsspec
+from tierfs.dcp import TierWriter
+
+options = json.loads(sys.argv[2])
+TierWriter(sys.argv[1], s3=options)
+time.sleep(float(sys.argv[3]))
+if (child := os.fork()) == 0:
+    faulthandler.dump_traceback_later(30, exit=True)
+    fs, path = fsspec.url_to_fs(sys.argv[1], s3=options)
+    assert not fs.exists(path)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 def whole(number):
     return torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024) + number
 
@@ -146,6 +163,15 @@ def load_on(count, port, url, directory, *, at_once=True):
                 if method == "GET" and "/chunks/" in path
             }
         )
+
+
+def test_a_loader_may_fork_while_its_writer_opens_the_store(port, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path))
+    url = f"s3://{s3server.new_bucket(port)}"
+    tierfs.init(url, options=s3server.options(port))
+    for number in range(8):
+        arguments = [f"tierfs::{url}/run", json.dumps(s3server.options(port)), str(0.14 + 0.02 * number)]
+        subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, *arguments], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one after the other"])
