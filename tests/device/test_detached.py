@@ -90,7 +90,7 @@ def test_a_transfer_ends_though_its_tier_fails():
         def give(self, *_, **__):
             raise RuntimeError("the tier is broken")
 
-    nothing = {"pin": lambda: None, "find": None, "fall_back": lambda *_: None}
+    nothing = {"pin": lambda: None, "fill": None, "fall_back": lambda *_: None}
     transfer = Transfer(CaptureMode.DEVICE, None, None, Failing(), **nothing)
     transfer.generation = object()
     with pytest.raises(RuntimeError, match="the tier is broken"):

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,12 +33,11 @@ from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.gc_pause import detached
-from tierfs.threads import processors
 
 SMALL_BYTES = 1 << 20
 """If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""
-FindChunks: TypeAlias = Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]]
-"""Finds chunks that the host has, by their digests: for each a function that fills a buffer, and returns whether it did."""
+FillChunks: TypeAlias = Callable[[Sequence[tuple[bytes, torch.Tensor]]], Sequence[bool]]
+"""Fills host memory with chunks that the host has, by their digests. Returns for each whether it did."""
 BESIDE_TRAINING = 4
 """Most threads that copy or hash concurrently during training. More of them keep the trainer's thread from the GIL."""
 
@@ -78,7 +77,7 @@ class Transfer:
 
     Args:
         pin: Registers the host's memory with the GPU, where it is not registered yet.
-        find: ``None`` if the store uses another kind of digest.
+        fill: ``None`` if the store uses another kind of digest.
         fall_back: Reports a fallback. Called with a name and a message.
 
     Attributes:
@@ -98,7 +97,7 @@ class Transfer:
         tier: DeviceTier | None,
         *,
         pin: Callable[[], None],
-        find: FindChunks | None,
+        fill: FillChunks | None,
         fall_back: Callable[[str, str], None],
     ) -> None:
         self.mode = mode
@@ -109,7 +108,7 @@ class Transfer:
         self._accelerator = accelerator
         self._drain = drain
         self._tier = tier
-        self._pin, self._find, self._fall_back = pin, find, fall_back
+        self._pin, self._fill, self._fall_back = pin, fill, fall_back
         self._regions: Sequence[MemoryRegion] = ()
         self._direct: list[list[tuple[int, torch.Tensor]]] = []  # per region, the bytes of the tensors read in place
         self._sources: list[torch.Tensor | None] = []  # per region, the device memory it was gathered in
@@ -298,7 +297,7 @@ class Transfer:
             self._regions, self._direct, self._sources, self._kept = (), [], [], []
             # The owner of the host memory refers to this transfer. Break the reference cycle, which would keep the
             # owner and its memory alive until garbage collection.
-            self._pin, self._find = (lambda: None), None
+            self._pin, self._fill = (lambda: None), None
             _open.discard(self)
             self._queued.set()
             self._done.set()
@@ -351,20 +350,12 @@ class Transfer:
                 number += count
                 self.digests[index].append(whole)
                 chunks.append((index, begin, end, whole))
-        found: set[tuple[int, int]] = set()
-        known = self._find({whole for *_, whole in chunks}) if self._find is not None else {}
-
-        def fill(chunk: tuple[int, int, int, bytes]) -> None:
-            index, begin, end, whole = chunk
-            if not self._stop.is_set() and known[whole](memoryview(targets[index][begin:end].numpy())):
-                found.add((index, begin))
-
-        # Only found chunks go to threads, because threads that run Python keep the trainer's thread from the GIL.
-        processors().share_out(fill, [chunk for chunk in chunks if chunk[3] in known], threads_max=BESIDE_TRAINING)
+        known = [(whole, targets[index][begin:end]) for index, begin, end, whole in chunks]
+        filled = self._fill(known) if self._fill is not None else [False] * len(chunks)
         wanted: list[list[tuple[int, int]]] = [[] for _ in self._regions]
-        for index, begin, end, _ in chunks:
+        for (index, begin, end, _), is_filled in zip(chunks, filled, strict=True):
             ranges = wanted[index]
-            if (index, begin) in found:
+            if is_filled:
                 self.skipped_bytes += end - begin
             elif ranges and ranges[-1][1] == begin:
                 ranges[-1] = ranges[-1][0], end

@@ -6,20 +6,20 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tierfs._fork import PerProcess
+from tierfs.dcp.save.copy import copy_ranges
 from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import CaptureMode, FindChunks, Transfer
+from tierfs.device.transfer import CaptureMode, FillChunks, Transfer
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import DATA_STATES, SlotKind
 from tierfs.session.settings import size_of
@@ -108,7 +108,7 @@ class GpuStaging:
             drain_of(accelerator),
             tier,
             pin=pin,
-            find=_finder(store),
+            fill=_filler(store),
             fall_back=fall_back_of(store),
         )
         self._transfers.add(found)
@@ -167,34 +167,36 @@ class GpuStaging:
             return found
 
 
-def _finder(store: Store) -> FindChunks | None:
-    """Return a function that finds chunks in this process's part of the ram tier.
+def _filler(store: Store) -> FillChunks | None:
+    """Return a function that fills memory with chunks of this process's part of the ram tier.
 
-    Their bytes are checked when they are sealed.
+    The bytes are checked when they are sealed.
     """
     tiers = store.tiers
     if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
         return None
     ram = tiers.ram
 
-    def find(digests: Collection[bytes]) -> Mapping[bytes, Callable[[memoryview], bool]]:
-        found = {}
+    def fill(chunks: Sequence[tuple[bytes, torch.Tensor]]) -> list[bool]:
+        wanted = {digest for digest, _ in chunks}
+        found: dict[bytes, tuple[Slot, int]] = {}
+        memories = []  # stay mapped during the copy
         for segment in ram.own_segments():
-            for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
-                if not slot.hidden and slot.name[1:] in digests:
-                    found[slot.name[1:]] = partial(_fill, slot)
-        return found
+            with contextlib.suppress(NotFoundError):  # another thread closed it
+                memories.append(np.frombuffer(segment.whole(), np.uint8))
+                for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
+                    if not slot.hidden and slot.name[1:] in wanted:
+                        found[slot.name[1:]] = slot, memories[-1].ctypes.data + slot.offset
+        copies = [
+            (there[0], (target.data_ptr(), there[1], there[0].length))
+            if (there := found.get(digest)) is not None and there[0].length == len(target)
+            else None
+            for digest, target in chunks
+        ]
+        copy_ranges(np.array([copy for _, copy in filter(None, copies)], np.uint64).reshape(-1, 3))
+        return [copy is not None and copy[0].segment.is_still(copy[0]) for copy in copies]
 
-    return find
-
-
-def _fill(slot: Slot, place: memoryview) -> bool:
-    if slot.length != len(place):
-        return False
-    with contextlib.suppress(TierfsError, OSError):  # then the caller copies the chunk from the GPU
-        np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(slot.segment.view(slot), np.uint8))
-        return slot.segment.is_still(slot)
-    return False
+    return fill
 
 
 def fall_back_of(store: Store) -> Callable[[str, str], None]:
