@@ -321,6 +321,14 @@ def main():
     import numpy as np  # noqa: F401
     import zstandard  # noqa: F401
 
+    import tierfs.flusher.engine
+    import tierfs.flusher.publish
+    import tierfs.flusher.server
+    import tierfs.fs.filesystem
+    import tierfs.session.tiers
+    import tierfs.store.encode.encoder
+    import tierfs.store.maintenance.gc.run  # noqa: F401
+
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
