@@ -69,6 +69,8 @@ def pytest_runtest_setup(item):
 def pytest_configure():
     # A shell that starts the tests in the background makes them ignore SIGINT, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As in tests/conftest.py: the threads of torch wait for each other with busy processors.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -112,6 +112,9 @@ def pytest_configure(config):
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(512 << 20))
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+    # A thread of torch that waits for the others keeps its processor busy, and more processes run than there are
+    # processors: two threads take four times the processor time of one.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)
