@@ -14,9 +14,11 @@ from tierfs.host.rpc.launch import Launched, _open_log
 _zygote = Zygote(
     "tierfs.cli.commands.flusher",
     "tierfs.flusher.engine",
+    "tierfs.flusher.publish",
     "tierfs.flusher.server",
-    "tierfs.session.tiers",
     "tierfs.session.open",
+    "tierfs.session.tiers",
+    "tierfs.store.encode.keyframes",
 )
 
 

@@ -9,7 +9,11 @@ zygote = Zygote(
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torchdata.stateful_dataloader",
+    "torch.utils.serialization.config",
+    "tierfs.codec.planes",
     "tierfs.dcp",
+    "tierfs.fs.filesystem",
+    "tierfs.session.tiers",
     "tierfs.train.manager",
     "tierfs.train.state",
 )
