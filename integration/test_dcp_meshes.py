@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import dcp_mesh_worker
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.torch_ranks import run_world
 
 import tierfs
 
@@ -19,12 +23,16 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    found = {}
-    for size in dcp_mesh_worker.CASES:
+def outcomes(request, tmp_path_factory):
+    """Run the cases that this session asks for. Return what each rank says of each case, by the size of the world."""
+    asked, found = {}, {}
+    for item in request.session.items:
+        if item.path == request.path:
+            asked.setdefault(item.callspec.params["size"], []).append(item.callspec.params["case"])
+    for size, cases in asked.items():
         directory = tmp_path_factory.mktemp(f"world-of-{size}")
         tierfs.init(f"file://{directory}/store")
-        mp.spawn(dcp_mesh_worker.main, (size, directory, f"tierfs::file://{directory}/store"), nprocs=size)
+        run_world(dcp_mesh_worker.main, size, size, directory, f"tierfs::file://{directory}/store", cases)
         found[size] = [json.loads((directory / f"outcomes-{size}-{rank}.json").read_text()) for rank in range(size)]
     return found
 

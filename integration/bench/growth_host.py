@@ -1,4 +1,4 @@
-"""What a host pays: shared memory, small files, first saves, waves, flushers and their scans, each at up to four sizes.
+"""What a host pays: shared memory, small files, first saves, waves, flushers and their scans, each at one to four sizes.
 
     python integration/bench/growth_host.py [--largest 10000] [--json]
 
@@ -308,7 +308,7 @@ def sizes(largest: int) -> list[int]:
 def measured(largest: int) -> dict[str, dict[int, float]]:
     most = min(largest // 25, 400)
     some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
-    count = 4 if largest >= SMALL_LARGEST else 2
+    count = 4 if largest >= SMALL_LARGEST else 1
     rows = shared_memory(some[-count:]) | small_files(some[-count:])
     rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count]) | looks(sizes(largest))
     try:

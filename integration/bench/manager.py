@@ -56,13 +56,13 @@ def one_rank(url: str) -> dict[str, float]:
     return {"mean us": statistics.fmean(quiet) / 1e3, "median us": statistics.median(quiet) / 1e3}
 
 
-def two_ranks(rank: int, directory: str, url: str) -> None:
-    """Measure the share of the time that calls take, for each step time in `STEPS_OF_TWO`."""
+def two_ranks(rank: int, directory: str, url: str, steps_s: list[float]) -> None:
+    """Measure the share of the time that calls take, for steps that take so many seconds."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    found = {step_s: _two_ranks(f"{url}-{step_s}", step_s, steps) for step_s, steps in STEPS_OF_TWO.items()}
+    found = {step_s: _two_ranks(f"{url}-{step_s}", step_s, STEPS_OF_TWO[step_s]) for step_s in steps_s}
     if rank == 0:
         Path(directory, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -133,6 +133,14 @@ def many_steps(base: Path, count: int) -> dict[str, float]:
 def main() -> int:
     arguments = parser(__doc__, "directory for the stores")
     arguments.add_argument("--roots", type=int, default=10_000, help="steps to search")
+    arguments.add_argument(
+        "--step-seconds",
+        type=float,
+        nargs="+",
+        default=list(STEPS_OF_TWO),
+        choices=list(STEPS_OF_TWO),
+        help="seconds of a step of two ranks",
+    )
     given = arguments.parse_args()
     logging.disable(logging.WARNING)
     aims = Aims()
@@ -143,7 +151,7 @@ def main() -> int:
         for name in ("one", "two", "many"):
             tierfs.init(f"file://{base}/{name}")
         results["one rank"] = one_rank(f"tierfs::file://{base}/one/run")
-        mp.spawn(two_ranks, (directory, f"tierfs::file://{base}/two/run"), nprocs=2)
+        mp.spawn(two_ranks, (directory, f"tierfs::file://{base}/two/run", given.step_seconds), nprocs=2)
         results["two ranks"] = json.loads((base / "found.json").read_text())
         results["many steps"] = many_steps(base / "many", given.roots)
     aims.at_most("us a step without a save, one rank", results["one rank"]["mean us"], 50)

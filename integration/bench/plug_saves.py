@@ -41,10 +41,15 @@ class Upload(TrainerCallback):  # type: ignore[misc]  # transformers has no type
         self._fs.put(f"{args.output_dir}/{name}", f"{self._bucket}/{name}", recursive=True)
 
 
-def blocked(folder: Path, layers: int, callbacks: list[Any]) -> tuple[float, int]:
+def blocked(folder: Path, layers: int, width: int, pause_s: float, callbacks: list[Any]) -> tuple[float, int]:
     """Train, and return the median seconds of a save and the bytes of the state."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": layers, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": width * 43 // 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes))
     data = [{"input_ids": each, "labels": each} for each in torch.randint(8192, (STEPS, 16))]
     once = {"max_steps": STEPS, "save_steps": 2, "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
@@ -57,7 +62,7 @@ def blocked(folder: Path, layers: int, callbacks: list[Any]) -> tuple[float, int
         after_step(*given, **named)
         step = trainer.state.global_step
         took_s[step] = took_s.get(step, 0.0) + time.perf_counter() - begun
-        time.sleep(1)  # training goes on; a save in the background ends
+        time.sleep(pause_s)  # training goes on; a save in the background ends
 
     trainer._maybe_log_save_evaluate = timed
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its figures
@@ -67,8 +72,13 @@ def blocked(folder: Path, layers: int, callbacks: list[Any]) -> tuple[float, int
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--layers", type=int, default=4, help="layers of the model, of 3 million parameters each")
+    arguments.add_argument(
+        "--layers", type=int, default=4, help="layers of the model, of 3 million parameters each at the default width"
+    )
+    arguments.add_argument("--width", type=int, default=512, help="width of the model")
+    arguments.add_argument("--pause", type=float, default=1.0, help="seconds of training after each step")
     given = arguments.parse_args()
+    size = given.layers, given.width, given.pause
     aims = Aims()
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as directory:
         base = Path(directory)
@@ -77,9 +87,9 @@ def main() -> int:
         tierfs.init(f"file://{base}/store")
         with s3server.running() as port:
             fs, bucket = s3fs.S3FileSystem(**s3server.options(port)), s3server.new_bucket(port)
-            local_s, length = blocked(base / "local", given.layers, [])
-            ours_s, _ = blocked(base / "ours", given.layers, [TierCallback(f"tierfs::file://{base}/store/run")])
-            s3_s, _ = blocked(base / "s3", given.layers, [Upload(fs, bucket)])
+            local_s, length = blocked(base / "local", *size, [])
+            ours_s, _ = blocked(base / "ours", *size, [TierCallback(f"tierfs::file://{base}/store/run")])
+            s3_s, _ = blocked(base / "s3", *size, [Upload(fs, bucket)])
     aims.at_most("blocked by TierCallback, of the local disk", ours_s / local_s, 0.3)
     seconds = {"local disk": local_s, "s3fs": s3_s, "TierCallback": ours_s}
     say({"MiB": length / 2**20, "seconds blocked": seconds, "aims": aims.found}, as_json=given.json)
