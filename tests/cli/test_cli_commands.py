@@ -214,7 +214,7 @@ def test_words_of_other_tools_mean_the_same(url, words, same, capsys):
 def test_a_suggested_command_can_be_pasted(tmp_path, capsys):
     place = tmp_path / "it's a run"
     assert main(["ls", str(place)]) == 3
-    shown = re.search(r"`(tierfs init .*?)` makes", capsys.readouterr().err)[1]
+    shown = re.search(r"such as: (tierfs init .*)", capsys.readouterr().err)[1]
     assert main(shlex.split(shown)[1:]) == 0
     assert main(["stat", f"{place}/new dir/a"]) == 3
     shown = re.search(r"`(tierfs ls .*?)` lists", capsys.readouterr().err)[1]

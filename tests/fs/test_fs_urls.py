@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import tierfs
 from tierfs.cli.files.places import plain_store
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
-from tierfs.session import init, parse_url
+from tierfs.session import init, open_store, parse_url
 from tierfs.session.url import strip
 
 
@@ -249,6 +249,26 @@ def test_a_write_without_a_store_names_the_init_command(memory_root, tmp_path):
         with pytest.raises(StoreNotFoundError, match=f"tierfs init {fs}://{root}/run"):
             fsspec.filesystem("tierfs", target_protocol=fs).pipe(f"{root}/run/a", b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "root"),
+    [("/top", "/top"), ("/top/step_1", "/top/step_1"), ("/runs/gpt/step_1", "/runs/gpt")],
+    ids=["a bucket", "a run", "a step of a run"],
+)
+def test_no_bucket_is_proposed_for_a_store_unless_it_was_named(path, root):
+    with pytest.raises(StoreNotFoundError, match=f"tierfs init memory://{root}$"):
+        open_store(parse_url(f"tierfs::memory://{path}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ACK", "objct"), ("TIMEOUT", "soon"), ("BANDWIDTH", "fast"), ("CODECS", "zip"), ("PEERS", "all")],
+)
+def test_each_setting_is_read_from_the_environment(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv(f"TIERFS_{name}", value)
+    with pytest.raises(InvalidInputError, match=value):
+        init(str(tmp_path))
 
 
 LOOKUPS = {

@@ -199,10 +199,13 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         with contextlib.suppress(StoreError, ReadOnlyError):  # some directories further up may not be listed
             _refuse_headless(connect(location.protocol, root, location.options), target_url(location.protocol, root))
     if not create:
-        is_directory = location.protocol in LOCAL and os.path.isdir(location.path)
-        root = location.path if is_directory else _new_root(location, ancestors)
+        root = _new_root(location, ancestors)
+        is_top = "/" not in root.strip("/") and not location.root  # no advice to make a bucket or /tmp a store
+        if is_top or (location.protocol in LOCAL and os.path.isdir(location.path)):
+            root = location.path
         raise StoreNotFoundError(
-            f"no store holds {location.url}: make one with: tierfs init {shlex.quote(target_url(location.protocol, root))}",
+            f"no store holds {location.url}: make one there or above it, such as: tierfs init "
+            f"{shlex.quote(target_url(location.protocol, root))}",
             path=location.url,
         )
     root = _new_root(location, ancestors)

@@ -301,18 +301,10 @@ def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
 
 
 def from_environment() -> TierOptions:
-    """Return the settings from the environment."""
-    return TierOptions(
-        ram=os.environ.get("TIERFS_RAM") or None,
-        nvme=os.environ.get("TIERFS_NVME") or None,
-        state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
-        device=os.environ.get("TIERFS_DEVICE") or None,
-        peers=os.environ.get("TIERFS_PEERS") or None,
-        peer_listen=os.environ.get("TIERFS_PEER_LISTEN") or None,
-        peer_domain=os.environ.get("TIERFS_DOMAIN") or None,
-        peer_hosts=os.environ.get("TIERFS_PEER_HOSTS") or None,
-        peer_share=os.environ.get("TIERFS_PEER_SHARE") or None,
-    )
+    """Return the settings from the environment: ``TIERFS_`` and a setting's name in capitals."""
+    found = {name: os.environ.get(f"TIERFS_{name.upper()}") or None for name in TierOptions.names()}
+    found["peer_domain"] = found["peer_domain"] or os.environ.get("TIERFS_DOMAIN") or None
+    return TierOptions(**found)
 
 
 def ranks_here() -> int:

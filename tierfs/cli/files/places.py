@@ -246,11 +246,7 @@ def store_place(
     location = replace(parse_url(text), resumes=resumes)
     if bare:
         location = replace(location, tiers=NO_TIERS.over(location.tiers))
-    try:
-        store, path = open_store(location, write=write, create=write and asks_to_create(location))
-    except StoreNotFoundError as error:
-        makes = f"{suggested('init', location.url)} makes one there; a directory above it will do as well"
-        raise StoreNotFoundError(f"no store holds {location.url}: {makes}", path=location.url) from error
+    store, path = open_store(location, write=write, create=write and asks_to_create(location))
     if not as_configured:
         store.ack = Level.OBJECT
         if store.tiers is not None:
