@@ -434,6 +434,19 @@ def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, te
     assert "tierfs status" in error["message"]
 
 
+def test_discard_of_a_directory_finds_the_conflicts_behind_a_conflict(url, no_flusher, fail, tell, told):
+    stage(url, files=3)
+    for name in ("run/f0", "run/f1"):
+        save(open_bare(parse_url(url))[0], name, b"theirs")
+    no_flusher()
+    assert fail("wait", url)[0] == 5
+    assert [item["path"] for item in told("status", url)["conflicts"]] == ["run/f0"]
+    assert fail("flusher", "discard", f"{url}/run")[0] == 3
+    assert told("flusher", "discard", "-r", f"{url}/run") == {"discarded": 2}
+    assert told("status", url)["conflicts"] == []
+    assert [told("stat", f"{url}/run/{name}")["size"] for name in ("f0", "f1", "f2")] == [6, 6, MIB]
+
+
 def test_a_conflicts_data_can_be_exported(conflict, host, fail, tell, told):
     assert fail("wait", conflict)[0] == 5
     target = host / "ours"
@@ -692,6 +705,7 @@ def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_ow
     [
         ["run", "--json"],
         ["run", "--linger=-1"],
+        ["run", "--metrics=65536"],
         ["stop", "--ram", "1GiB"],
         ["discard", "--log-format", "json"],
         ["dance"],

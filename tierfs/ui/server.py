@@ -385,6 +385,8 @@ def serve(views: Sequence[StoreView], arguments: argparse.Namespace) -> None:
     Raises:
         InvalidInputError: The address cannot be used.
     """
+    if not 0 <= arguments.port < 1 << 16:
+        raise InvalidInputError(f"--port {arguments.port}: give a port from 0 to 65535")
     page, host = Page(views, allow_download=arguments.allow_download), arguments.host
     needs_token = arguments.token or arguments.allow_download or not is_loopback(host)
     token = secrets.token_urlsafe(24) if needs_token else None

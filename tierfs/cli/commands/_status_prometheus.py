@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple, TypeAlias
 
 from tierfs import __version__
-from tierfs.errors import TierfsError
+from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.threads import start_daemon
 
 LOOPBACK = "127.0.0.1"
@@ -132,8 +132,8 @@ _Families: TypeAlias = dict[str, tuple[str, str, list[tuple[dict[str, str], floa
 def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
     """Answer ``GET /metrics`` on this host's own address with a store's metrics, on daemon threads.
 
-    ``report`` returns the store's status. It is called on a thread of its own for each request. Raises `OSError` if the
-    port cannot be used.
+    ``report`` returns the store's status. It is called on a thread of its own for each request. Raises
+    `InvalidInputError` if the port cannot be used.
     """
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # noqa: PLC0415 - only where it is asked for
 
@@ -156,7 +156,10 @@ def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
         def log_message(self, format: str, *arguments: object) -> None:
             """Log no requests."""
 
-    server = ThreadingHTTPServer((LOOPBACK, port), Answer)
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, port), Answer)
+    except (OSError, OverflowError) as error:
+        raise InvalidInputError(f"the metrics cannot be served at port {port} ({error}): give another one") from error
     start_daemon(server.serve_forever, name="metrics")
 
 

@@ -24,6 +24,7 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import (
     AlreadyExistsError,
     CapacityError,
+    ConflictError,
     InvalidInputError,
     NotFoundError,
     StoreError,
@@ -105,7 +106,7 @@ _ACTIONS: dict[str, tuple[str, Sequence[Arguments]]] = {
     ),
     "discard": (
         "delete the change of a file that this host kept after a conflict or damage; this cannot be undone",
-        _STORE,
+        [*_STORE, {"-r --recursive": "of all files below the path: after each, wait for those that it kept back"}],
     ),
 }
 
@@ -119,6 +120,7 @@ _ACTIONS: dict[str, tuple[str, Sequence[Arguments]]] = {
     tierfs flusher stop tierfs::s3://bucket/run
     tierfs flusher export tierfs::s3://bucket/run/step_1000/config.json ours.json
     tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json
+    tierfs flusher discard -r tierfs::s3://bucket/run/step_1000
     """,
     actions=_ACTIONS,
 )
@@ -427,9 +429,26 @@ def _discard(arguments: argparse.Namespace) -> int:
 
     store, path = open_store(_location(arguments))
     count = discard_conflict(store, path)
+    while arguments.recursive and (found := _discard_next(store, path)):
+        count += found
     if not count:
         raise NotFoundError(
             f"no conflict is kept for {store.where(path)}: {suggested('status', store.url)} lists the conflicts",
             path=path,
         )
     return print_result(arguments, {"discarded": count}, f"discarded {count} changes of {store.where(path)}")
+
+
+def _discard_next(store: Store, path: str) -> int:
+    """Wait for the changes below ``path``, and discard the first conflict. A change behind it may be the next one."""
+    from tierfs.host.pending.levels import Level  # noqa: PLC0415 - only what a command needs
+    from tierfs.store import discard_conflict, wait  # noqa: PLC0415
+
+    try:
+        wait(store, path, Level.OBJECT)
+    except ConflictError as error:
+        found = discard_conflict(store, error.path or "")
+        if not found:  # a conflict elsewhere keeps it back
+            raise
+        return found
+    return 0
