@@ -40,7 +40,15 @@ def look(store, path="", *, is_listed=True):
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("run/step_10", 10), ("epoch1-step-0200", 200), ("step_5/last", None), ("", None), ("7", 7)]
+    ("name", "step"),
+    [
+        ("run/step_10", 10),
+        ("epoch1-step-0200", 200),
+        ("epoch=9-step=250-v1.ckpt", 250),
+        ("step_5/last", None),
+        ("", None),
+        ("7", 7),
+    ],
 )
 def test_the_step_is_the_last_number_of_the_name(name, step):
     assert step_of(name) == step

@@ -20,6 +20,7 @@ from tierfs.store.local_changes import level_seen
 from tierfs.threads import transfers
 
 _DIGITS = re.compile(r"([0-9]+)")
+_VERSION = re.compile(r"-v[0-9]+\.ckpt$")
 NAMED_MAX = 3
 _SHARD_FILE = re.compile(r"rank-([0-9]{5,9})-[0-9a-f]{8}\.safetensors|.+\.distcp")
 
@@ -99,8 +100,8 @@ class Standing:
 
 
 def step_of(directory: str) -> int | None:
-    """Return the last number in a directory's name; ``None`` if there is none."""
-    numbers: list[str] = _DIGITS.findall(directory.rpartition("/")[2])
+    """Return the last number in a directory's name, but for Lightning's ``-v1.ckpt``; ``None`` if there is none."""
+    numbers: list[str] = _DIGITS.findall(_VERSION.sub("", directory.rpartition("/")[2]))
     return int(numbers[-1]) if numbers else None
 
 

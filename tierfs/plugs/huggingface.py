@@ -374,8 +374,8 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
     """Let ``accelerator.save_state`` and ``load_state`` use a store. A collective, after ``prepare``.
 
     ``save_state(12)`` saves step 12, and ``save_state()`` the next one. It returns at the level ``ack``. ``load_state()``
-    loads the newest step, and ``load_state(12)`` that one. It raises if a random state is not there, which Accelerate
-    itself only logs. Data loaders come back with their epoch, seed and generator, stateful ones with their position.
+    loads the newest step, and ``load_state(12)`` that one, and returns its number. It raises if a random state is not
+    there, which Accelerate itself only logs. Data loaders come back with their epoch, seed and generator, stateful ones with their position.
 
     Returns the `Manager`, which takes the options. Close it at the end. Raises `InvalidInputError` for other engines.
     """
@@ -391,7 +391,7 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
         accelerator.project_configuration.iteration = step + 1
         return handle.url
 
-    def load_state(input_dir: Any = None, **_: Any) -> None:
+    def load_state(input_dir: Any = None, **_: Any) -> int:
         state = _state_of(accelerator)
         restored = manager.restore(state, step=None if input_dir is None else _step_of(input_dir, url))
         if restored is None:
@@ -407,6 +407,7 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
                 loader.get_sampler().initial_seed = seed
             if drawn is not None:
                 loader.synchronized_generator.set_state(drawn)
+        return restored.step
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
     return manager
