@@ -137,12 +137,13 @@ def test_a_record_that_cannot_be_saved_is_moved_aside_and_leaves_a_tombstone(sto
     assert verify(store).damage == []
 
 
-def test_a_record_comes_back_from_another_copy_of_the_store(store):
+@pytest.mark.parametrize("damage", [truncate, flip_bit], ids=["cut short", "another format version"])
+def test_a_record_comes_back_from_another_copy_of_the_store(store, damage):
     key = record(store)
     copy = MemoryObjects(f"/copy-{uuid.uuid4().hex}")
     for item in list(store.objects.list("")):
         copy.put(item.key, [store.objects.read(item.key, 1 << 20)[0]])
-    truncate(store.objects, key, 100)
+    damage(store.objects, key, 8 * 9)  # bytes that are left, or the bit
     other = Store(copy, store.descriptor, url="copy")
     assert [each.how for each in run(store, replicas=[other]).mended] == ["copy"]
     assert load(Store(store.objects, store.descriptor, url="again"), "a") == content(0)

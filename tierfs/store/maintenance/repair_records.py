@@ -15,7 +15,7 @@ from typing import Any
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.header import CHECKSUM_BYTES
+from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES
 from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
 from tierfs.objects.checksums import put_idempotent, twice
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
@@ -156,11 +156,8 @@ class Mender:
             return twice(read)
         except NotFoundError:
             return None
-        except FormatError as error:
-            self._report.leave(key, str(error), "a newer tierfs may have written it")
-            return None
-        except CorruptionError as error:
-            problem = str(error)
+        except (CorruptionError, FormatError) as error:
+            problem, is_newer = str(error), isinstance(error, FormatError)
         if version is None:  # no byte of it was read, so it cannot be kept aside
             self._report.leave(key, problem, "it cannot be quarantined; saving or deleting the file replaces it")
             return None
@@ -169,6 +166,8 @@ class Mender:
                 record = decode_record(candidate, path, where)
             except (CorruptionError, FormatError):
                 continue
+            if is_newer and candidate[HEADER_BYTES:] != data[HEADER_BYTES:]:
+                continue
             # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by
             # a tombstone.
             if self._put(key, candidate, version):
@@ -176,6 +175,9 @@ class Mender:
             if self._dry_run:
                 self.unwritten[path] = record
             return record
+        if is_newer:  # no copy shows that its header is damaged
+            self._report.leave(key, problem, "a newer tierfs may have written it")
+            return None
         try:
             return self._replace(path, key, data, version, problem)
         except (ConflictError, NotFoundError):
