@@ -137,13 +137,17 @@ def test_a_record_that_cannot_be_saved_is_moved_aside_and_leaves_a_tombstone(sto
     assert verify(store).damage == []
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_bit], ids=["cut short", "another format version"])
-def test_a_record_comes_back_from_another_copy_of_the_store(store, damage):
+@pytest.mark.parametrize(
+    ("damage", "at"),
+    [(truncate, 100), (truncate, 28), (flip_bit, 8 * 9)],
+    ids=["cut short", "cut in its write id", "another format version"],
+)
+def test_a_record_comes_back_from_another_copy_of_the_store(store, damage, at):
     key = record(store)
     copy = MemoryObjects(f"/copy-{uuid.uuid4().hex}")
     for item in list(store.objects.list("")):
         copy.put(item.key, [store.objects.read(item.key, 1 << 20)[0]])
-    damage(store.objects, key, 8 * 9)  # bytes that are left, or the bit
+    damage(store.objects, key, at)
     other = Store(copy, store.descriptor, url="copy")
     assert [each.how for each in run(store, replicas=[other]).mended] == ["copy"]
     assert load(Store(store.objects, store.descriptor, url="again"), "a") == content(0)

@@ -267,7 +267,8 @@ def _is_bare(damaged: bytes, bare: bytes) -> bool:
 
 def _is_alike(damaged: bytes, candidate: bytes) -> bool:
     """Return whether a record may be the undamaged one: it has the same write id, or differs in few bytes."""
-    if len(damaged) > _WRITE_ID.stop and damaged[_WRITE_ID] == candidate[_WRITE_ID]:
+    known = damaged[_WRITE_ID]  # its last eight bytes may be those of the host
+    if len(known) >= 8 and candidate[_WRITE_ID].startswith(known):
         return True
     if len(damaged) != len(candidate):
         return False
