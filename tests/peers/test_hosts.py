@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from support.peer_hosts import LEASE_S, PeerHost, bare, until
 
 import tierfs
-from tierfs.errors import StoreError
+from tierfs.errors import ConflictError, StoreError
+from tierfs.format.keys import record_key
 from tierfs.format.lease import PeerRecord
+from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
 from tierfs.host.local_state import forget, local_stores
 from tierfs.peers.settings import Identity
@@ -273,6 +276,26 @@ def test_a_change_that_its_owner_has_replaced_is_no_conflict(hosts, later):
     there, store = bare(owner.url)
     assert there.exists(f"{store}/run/x") == (later == "replaced")
     assert later == "removed" or there.cat_file(f"{store}/run/x") == content(18)
+
+
+def test_another_change_of_this_host_is_a_conflict_with_peers(hosts, tmp_path):
+    """The record is of this host and has the later time, but it is not known to be based on the pending change."""
+    host = hosts("a")
+    save(host, {"x": content(19)}, ack="object")
+    host.kill()
+    host.settings["bandwidth"] = 1
+    fs, root = save(host.start(), {"x": content(20)}, ack="local")
+    file = tmp_path / "store" / record_key("run/x")
+    record = decode_record(file.read_bytes(), "run/x", "x")
+    other = replace(record, write_id=bytes(8) + record.write_id[8:], modified_ns=time.time_ns())
+    (tmp_path / "new").write_bytes(other.encode("run/x"))
+    os.replace(tmp_path / "new", file)
+    host.kill()
+    del host.settings["bandwidth"]
+    host.start()
+    with pytest.raises(ConflictError):
+        fs.wait(f"{root}/run/x", "object", timeout=WAIT_S)
+    assert [each["path"] for each in host.status()["conflicts"]] == ["run/x"]
 
 
 def test_a_program_starts_a_flusher_that_has_peers(hosts):

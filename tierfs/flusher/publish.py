@@ -130,15 +130,17 @@ class StorePublisher:
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             _commit(store, commits, directory)
 
-    def is_replaced(self, draft: Draft, later: AbstractSet[bytes]) -> bool:
+    def is_replaced(self, draft: Draft, later: AbstractSet[bytes], *, is_held: bool) -> bool:
         """Return whether the draft's host itself has published a later change of the path, here or on another host.
 
-        ``later`` has write ids of such changes. Others are known by `Store.new_write_id`. Raises as `observe`.
+        ``later`` has write ids of such changes. The owner of a held draft has others: `Store.new_write_id` tells its
+        changes, and their times tell the order. This host knows all of its own. Raises as `observe`.
         """
         record = observe(self._open().store, draft.path).record
         if record is None or record.write_id in later:
             return record is not None
-        return record.write_id[8:] == draft.write_id[8:] and _written_ns(record) >= _written_ns(draft.record)
+        is_owners = is_held and record.write_id[8:] == draft.write_id[8:] and record.write_id != draft.base.write_id
+        return is_owners and _written_ns(record) >= _written_ns(draft.record)
 
     def tell_host(self) -> None:
         """Write down the versions that this process published and found, for saves while the object tier is unreachable."""

@@ -291,8 +291,9 @@ class Uploader:
         except ConflictError:
             # With peers, this draft may have been published on another host, and the next one of its path, too.
             with state.changed:
-                later = {each.draft.write_id for each in state.entries.dependents(entry) if each.path == entry.path}
-            if state.peering is None or not publisher.is_replaced(entry.draft, later):
+                others = [each for each in state.entries.dependents(entry) if each.path == entry.path]
+            later = {each.draft.write_id for each in (entry, *others)}
+            if state.peering is None or not publisher.is_replaced(entry.draft, later, is_held=entry.room is not None):
                 raise
         finally:
             publisher.tell_host()
