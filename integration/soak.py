@@ -324,7 +324,8 @@ class World:
             broken = self.suspects.pop(name)
             if name not in found:
                 raise broken
-        self.model.lose(f"h{slot.host.number}", "object")
+        for directory in {name.partition("/")[0] for name in found}:  # with what was renamed or copied from them
+            self.model.lose(directory, "object")
         slot.host.has_conflicts = False
 
     # -- steps
