@@ -25,7 +25,7 @@ from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_
 from tierfs.store.write.staging import bury
 
 ALIKE_BYTES_MAX = 32
-_WRITE_ID = slice(16, 32)
+_WRITE_ID, _RANDOM = slice(16, 32), slice(16, 24)  # the rest of a write id may be that of the host
 _logger = logging.getLogger("tierfs.repair")
 
 
@@ -267,8 +267,7 @@ def _is_bare(damaged: bytes, bare: bytes) -> bool:
 
 def _is_alike(damaged: bytes, candidate: bytes) -> bool:
     """Return whether a record may be the undamaged one: it has the same write id, or differs in few bytes."""
-    known = damaged[_WRITE_ID]  # its last eight bytes may be those of the host
-    if len(known) >= 8 and candidate[_WRITE_ID].startswith(known):
+    if len(damaged) >= _RANDOM.stop and candidate[_WRITE_ID].startswith(damaged[_WRITE_ID]):
         return True
     if len(damaged) != len(candidate):
         return False
