@@ -18,7 +18,6 @@ import ctypes
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -33,10 +32,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
 import fsspec
+from support import forked_flusher
 from support.peer_hosts import LEASE_S, PeerHost, until
 from support.zygote import Zygote
 
-from tierfs.cli.app import main
 from tierfs.testing import TcpFaultProxy
 
 PORT = 7946
@@ -44,14 +43,6 @@ WAIT_S = 120.0
 _CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:01"
 _libc = ctypes.CDLL(None, use_errno=True)
-_flushers = Zygote(
-    "tierfs.cli.commands.flusher",
-    "tierfs.flusher.engine",
-    "tierfs.flusher.peering",
-    "tierfs.flusher.server",
-    "tierfs.session.open",
-    "tierfs.session.tiers",
-)
 _programs = Zygote("torch.distributed.checkpoint", "tierfs.dcp", "tierfs.fs.filesystem", "tierfs.train.manager")
 
 
@@ -228,11 +219,7 @@ def settle(place: Place) -> None:
 
 def _flush(place: Place, words: list[str], log: str) -> None:
     settle(place)
-    os.setsid()
-    descriptor = os.open(log, os.O_APPEND | os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.exit(main(words))
+    forked_flusher.run(words, log)
 
 
 _opened: dict[str, Any] = {}
@@ -295,7 +282,8 @@ class ClusterHost(PeerHost):
         return self.namespace and self.namespace.path, environment, self.skew_s
 
     def _spawn(self, words: list[str]) -> Any:
-        return _flushers.start(_flush, self.place(), words, str(self.state / "sidecar.log"))
+        log = str(self.state / "sidecar.log")
+        return forked_flusher.zygote.start(_flush, self.place(), words, log, daemon=True)
 
     def program(self) -> Program:
         """Start a process on this host, for `Program.run`."""
@@ -323,16 +311,6 @@ class ClusterHost(PeerHost):
             with contextlib.suppress(FileNotFoundError):
                 shared += file.stat().st_blocks * 512
         return private + shared
-
-    def signal(self, number: int) -> None:
-        super().signal(number)
-        if self._flusher is not None and self._flusher.exitcode is None:
-            os.kill(self._flusher.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        if self._flusher is not None:
-            self._flusher.join(WAIT_S)
 
     def kill_programs(self) -> None:
         while self._programs:

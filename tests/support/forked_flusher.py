@@ -11,9 +11,10 @@ from tierfs.cli.app import main
 from tierfs.host.rpc import launch
 from tierfs.host.rpc.launch import Launched, _open_log
 
-_zygote = Zygote(
+zygote = Zygote(
     "tierfs.cli.commands.flusher",
     "tierfs.flusher.engine",
+    "tierfs.flusher.peering",
     "tierfs.flusher.publish",
     "tierfs.flusher.server",
     "tierfs.session.open",
@@ -24,11 +25,11 @@ _zygote = Zygote(
 
 def spawn(argv, log):
     """Start a flusher. Replaces `tierfs.host.rpc.launch.spawn`."""
-    if os.getpid() != _zygote.owner:
+    if os.getpid() != zygote.owner:
         return launch.spawn(argv, log)
     os.close(_open_log(log))
     start = log.stat().st_size
-    process = _zygote.start(_run, argv[3:], str(log), daemon=True)
+    process = zygote.start(run, argv[3:], str(log), daemon=True)
     return _Forked(process, log, start)
 
 
@@ -41,10 +42,11 @@ class _Forked(Launched):
         return self._process.exitcode
 
 
-def _run(words, log):
+def run(words, log):
+    """Run a command of tierfs in a session of its own. Its output goes to the end of a file."""
     os.setsid()
     os.chdir("/")
-    descriptor = os.open(log, os.O_APPEND | os.O_WRONLY)
+    descriptor = os.open(log, os.O_APPEND | os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

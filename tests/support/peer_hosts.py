@@ -6,13 +6,12 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import fsspec
 
+from support import forked_flusher
 from tierfs.host.host import Host
 from tierfs.host.rpc.protocol import connect
 
@@ -51,10 +50,7 @@ class PeerHost:
         return self._flusher.pid
 
     def _spawn(self, arguments):
-        with (self.state / "sidecar.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tierfs.cli", *arguments], stderr=log, start_new_session=True
-            )
+        return forked_flusher.zygote.start(forked_flusher.run, arguments, str(self.state / "sidecar.log"), daemon=True)
 
     def _answers(self, directory):
         connection = connect(directory, 1)
@@ -75,17 +71,20 @@ class PeerHost:
         return (self.state / "sidecar.log").read_text()
 
     def signal(self, number):
-        """Send a signal to the host's flusher, which a program may have started."""
+        """Send a signal to the host's flusher, and to one that a program has started."""
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (directory / "cmdline").read_bytes().split(b"\0")
                 if b"flusher" in words and os.fsencode(self.state) in words:
                     os.kill(int(directory.name), number)
+        if self._flusher is not None and self._flusher.exitcode is None:
+            os.kill(self._flusher.pid, number)
 
     def kill(self):
         """Kill the flusher. What the host has stays."""
         self.signal(signal.SIGKILL)
-        self._flusher.wait(60)
+        if self._flusher is not None:
+            self._flusher.join(60)
 
     def lose(self):
         """Kill the flusher, and remove all that the host had."""
