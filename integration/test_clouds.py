@@ -21,7 +21,8 @@ from fsspec.tests.abstract import (
 
 import tierfs
 from tierfs.objects import as_promised, connect, probe
-from tierfs.store import verify
+from tierfs.session import open_store, parse_url
+from tierfs.store import usage, verify
 from tierfs.testing import ObjectTierTests
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -149,12 +150,13 @@ def test_two_ranks_save_and_load_a_checkpoint(cloud, url, tmp_path):
         assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_the_demo_loses_nothing(cloud, url, tmp_path):
+def test_a_demo_killed_in_a_save_resumes_to_the_same_losses(cloud, url, tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     tierfs.init(url, options=cloud.options)
-    command = [sys.executable, "-m", "tierfs.cli", "demo", "--url", f"tierfs::{url}/demo", "--params", "1M"]
+    door = f"tierfs::{url}/demo"
+    command = [sys.executable, "-m", "tierfs.cli", "demo", "--url", door, "--params", "200k"]
     done = subprocess.run(
-        [*command, "--steps", "12", "--every", "3", "--json"],
+        [*command, "--steps", "6", "--every", "2", "--json"],
         env={**os.environ, "TIERFS_STATE_DIR": str(tmp_path / "state")},
         capture_output=True,
         text=True,
@@ -162,4 +164,24 @@ def test_the_demo_loses_nothing(cloud, url, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout)["equal"]
+    assert "SIGKILL" in done.stderr
+    said = json.loads(done.stdout)
+    assert said["equal"] is True
+    assert (said["killed_at"], said["resumed_from"], said["terminated_at"]) == (4, 2, 4)
+    # The proof after the kill has no earlier checkpoint to replay from; the proof after SIGTERM has one.
+    assert said["proofs"] == [
+        {"step": 2, "proven": True, "replayed": 0},
+        {"step": 4, "proven": True, "replayed": 2},
+    ]
+    assert [row["step"] for row in said["losses"]] == [1, 2, 3, 4, 5, 6]
+    assert all(row["equal"] for row in said["losses"])
+    assert len({row["uninterrupted"] for row in said["losses"]}) == 6
+    steps = [f"{run}/step_{step}" for run in ("straight", "resumed") for step in (2, 4, 6)]
+    assert [(one["name"], one["level"]) for one in said["checkpoints"]] == [(name, "object") for name in steps]
+    # The run repeated the killed save in the same directory.
+    fs, root = fsspec.url_to_fs(door)
+    assert fs.isfile(f"{root}/resumed/step_4/.metadata")
+    # The second run saves the same bytes as the first one, and the store keeps them once.
+    totals = said["totals"]
+    assert 0 < totals["stored_bytes"] < 0.7 * totals["logical_bytes"]
+    assert totals["stored_bytes"] == usage(*open_store(parse_url(door))).stored_bytes

@@ -1,4 +1,7 @@
-"""``tierfs demo``: the whole run at the smallest size, and each way in which it can fail."""
+"""``tierfs demo``: its ranks, its report, and each way in which it can fail.
+
+`integration/test_clouds.py` has the whole run.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,10 @@ from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.demo.story import Demo, DemoRun, RankGroup
 from tierfs.errors import AlreadyExistsError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.host.local_state import local_stores
-from tierfs.session import init, open_store, parse_url
-from tierfs.store import save, usage
+from tierfs.session import init
+from tierfs.store import save
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--params", "200k", "--steps", "6", "--every", "2")
 START_RANKS_AND_WAIT = """
 import sys, time
 from tierfs.demo.story import RankGroup
@@ -80,48 +82,6 @@ def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, mon
     assert sorted(terminated.losses) == [1, 2, 3, 4, 5, 6]
     assert (resumed.begun_at, resumed.losses) == (6, {})
     assert resumed.digest
-
-
-@needs_torch
-def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    url = f"tierfs::file://{tmp_path}/demo"
-    process = subprocess.run(
-        [sys.executable, "-m", "tierfs.cli", "demo", *TINY, "--url", url, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=4 * HANG_S,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    document = json.loads(process.stdout)
-    assert document["equal"] is True
-    assert (document["killed_at"], document["resumed_from"], document["terminated_at"]) == (4, 2, 4)
-    # The proof after the kill has no earlier checkpoint to replay from; the proof after SIGTERM has one.
-    assert document["proofs"] == [
-        {"step": 2, "proven": True, "replayed": 0},
-        {"step": 4, "proven": True, "replayed": 2},
-    ]
-    assert [row["step"] for row in document["losses"]] == [1, 2, 3, 4, 5, 6]
-    assert all(row["equal"] for row in document["losses"])
-    assert len({row["uninterrupted"] for row in document["losses"]}) == 6
-    assert [one["name"] for one in document["checkpoints"]] == [
-        "straight/step_2",
-        "straight/step_4",
-        "straight/step_6",
-        "resumed/step_2",
-        "resumed/step_4",
-        "resumed/step_6",
-    ]
-    assert {one["level"] for one in document["checkpoints"]} == {"object"}
-    # The run repeated the killed save in the same directory.
-    fs, root = fsspec.url_to_fs(url)
-    assert fs.isfile(f"{root}/resumed/step_4/.metadata")
-    # The second run saves the same bytes as the first one, and the store keeps them once.
-    totals = document["totals"]
-    assert 0 < totals["stored_bytes"] < 0.7 * totals["logical_bytes"]
-    assert totals["stored_bytes"] == usage(*open_store(parse_url(url))).stored_bytes
-    assert "SIGKILL" in process.stderr
 
 
 def test_equal_losses_and_states_are_equal() -> None:
