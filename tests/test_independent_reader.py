@@ -371,7 +371,7 @@ def test_reader_agrees_with_the_package_on_every_codec(staged: tuple[fsspec.Abst
     runs = map("".join, itertools.product("abcdefghij", repeat=4))
     codecs: Counter[int] = Counter()
 
-    @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=16, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(tensors, min_size=1, max_size=4), st.integers(0, 1 << 32))
     @example(EVERYTHING, 0)
     def compare(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> None:
