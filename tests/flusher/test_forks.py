@@ -11,11 +11,6 @@ from tierfs.errors import StoreError
 from tierfs.host.name_locks import NameLocks
 
 
-def flown(locks):
-    with locks.single_flight(b"a chunk"):
-        pass
-
-
 @pytest.fixture
 def locks(tmp_path):
     locks = NameLocks(tmp_path / "fetches.lock")

@@ -1,8 +1,9 @@
-"""Run code in forked children. SIGALRM ends a child that hangs."""
+"""Run code in forked children. A child that hangs prints the stacks of its threads and ends."""
 
 import contextlib
+import faulthandler
 import os
-import signal
+import sys
 import traceback
 
 from support.waiting import HANG_S
@@ -14,7 +15,7 @@ def forked(work):
     if not child:
         status = 1
         try:
-            signal.alarm(int(HANG_S))
+            faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
             work()
             status = 0
         except BaseException:
