@@ -47,7 +47,7 @@ FILLED = Mode(
     nvme=8 * MIB,
 )
 NO_SHM = Mode(
-    [write("run/a", MIB, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
+    [write("run/a", MIB, "local"), write("run/b", 24 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
 )
 SMALL_SHM = Mode(
     [write("run/a", 30 * MIB, "local"), write("run/b", 30 * MIB, "local"), write("latest", 10, "local")],
@@ -146,7 +146,7 @@ def test_a_flusher_is_replaced_where_shared_memory_is_too_small(case, mode):
 
 
 def test_a_flusher_that_dies_while_it_takes_down_segments_on_disk_is_replaced(case):
-    mode = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=70 * MIB, shm_room=0)
+    mode = Mode([write("run/a", 50 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=50 * MIB, shm_room=0)
     assert kill_flusher(case(mode), ("before hold.rename", 1))
 
 
@@ -157,7 +157,7 @@ def test_segments_on_disk_survive_both(case):
 @pytest.mark.parametrize("step", ["after chunk.copy", "before chunk.seal"])
 def test_a_trainer_that_dies_while_several_threads_copy_one_write_leaves_nothing_of_it(case, step):
     assert kill_trainer(
-        case(Mode([write("run/a", 70 * MIB, "staged")], ram=120 * MIB, nvme=96 * MIB, piece=70 * MIB)), (step, 3)
+        case(Mode([write("run/a", 50 * MIB, "staged")], ram=120 * MIB, nvme=96 * MIB, piece=50 * MIB)), (step, 3)
     )
 
 
