@@ -467,6 +467,12 @@ def test_create_in_the_configuration_makes_the_store_at_its_url(config, memory_r
     assert fs.ls("new", detail=False) == ["new/run"]
 
 
+def test_a_missing_configuration_that_was_named_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "cofnig.toml"))
+    init(str(tmp_path / "store"))
+    assert "cofnig.toml is not there, but TIERFS_CONFIG names it" in caplog.text
+
+
 def test_a_missing_named_store_names_the_init_command(config, memory_root):
     config(f'[stores.new]\nurl = "memory://{memory_root}/team"\n')
     with pytest.raises(StoreNotFoundError, match=f"tierfs init memory://{memory_root}/team"):

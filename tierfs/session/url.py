@@ -238,18 +238,19 @@ def named_location(path: str) -> Location:
 def configured_tiers() -> TierOptions:
     """Return the configuration file's settings for the local tiers of all stores.
 
-    A file that this user may not read counts as empty, and a warning is logged.
+    A file that this user may not read counts as empty, and so does a missing one that ``TIERFS_CONFIG`` names. A warning
+    is logged.
 
     Raises:
         InvalidInputError: The file is invalid.
     """
-    if not os.access(_configuration_path(), os.R_OK) and _is_there(_configuration_path()):
-        _logger.warning(
-            "%s cannot be read (permission denied): the local tiers are set up without it", _configuration_path()
-        )
+    path = _configuration_path()
+    if not os.access(path, os.R_OK) and (os.environ.get("TIERFS_CONFIG") or _is_there(path)):
+        problem = "cannot be read (permission denied)" if _is_there(path) else "is not there, but TIERFS_CONFIG names it"
+        _logger.warning("%s %s: the local tiers are set up without it", path, problem)
         return TierOptions()
     table = (_configuration() or {}).get("tiers", {})
-    where = f"{_configuration_path()}: tiers"
+    where = f"{path}: tiers"
     if not isinstance(table, dict):
         raise InvalidInputError(f"{where} is not a table")
     return TierOptions.from_mapping(table, where)

@@ -142,7 +142,7 @@ def check_configuration() -> Check:
     except InvalidInputError as error:
         return Check("configuration", "problem", str(error), "correct the setting: docs/reference/configuration.md")
     there = Path(path).expanduser().exists()
-    return Check("configuration", "ok", path if there else "no file: the defaults apply")
+    return Check("configuration", "ok", path if there else f"no {path}: the defaults apply")
 
 
 def _settings() -> TierOptions:
