@@ -470,7 +470,7 @@ def test_create_in_the_configuration_makes_the_store_at_its_url(config, memory_r
 def test_a_missing_configuration_that_was_named_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "cofnig.toml"))
     init(str(tmp_path / "store"))
-    assert "cofnig.toml is not there, but TIERFS_CONFIG names it" in caplog.text
+    assert "cofnig.toml is missing (TIERFS_CONFIG)" in caplog.text
 
 
 def test_a_missing_named_store_names_the_init_command(config, memory_root):

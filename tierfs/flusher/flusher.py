@@ -348,7 +348,7 @@ class Flusher:
         if blocker is not None:
             raise ConflictError(
                 f"{entry.path} is blocked by {blocker.path}, which was closed earlier and is kept as a conflict: "
-                f"{blocker.error}",
+                "another writer changed it first, and `tierfs flusher discard` deletes this host's change",
                 path=entry.path,
             )
         # The wait made the next attempt due, so `retry_at` is 0 until that has failed, too.

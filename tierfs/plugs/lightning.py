@@ -162,7 +162,7 @@ class TierCheckpoint(ModelCheckpoint):
         if len(saved) == trainer.world_size:
             set_generators(unpack(saved[trainer.global_rank], _GENERATORS))
         elif saved:
-            rank_zero_info(f"tierfs: {len(saved)} ranks saved random generators, and {trainer.world_size} seed them")
+            rank_zero_info("tierfs: another number of ranks saved this: random generators are seeded, not restored")
             reseed(str(trainer.ckpt_path), trainer.global_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

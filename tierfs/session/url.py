@@ -246,7 +246,7 @@ def configured_tiers() -> TierOptions:
     """
     path = _configuration_path()
     if not os.access(path, os.R_OK) and (os.environ.get("TIERFS_CONFIG") or _is_there(path)):
-        problem = "cannot be read (permission denied)" if _is_there(path) else "is not there, but TIERFS_CONFIG names it"
+        problem = "cannot be read (permission denied)" if _is_there(path) else "is missing (TIERFS_CONFIG)"
         _logger.warning("%s %s: the local tiers are set up without it", path, problem)
         return TierOptions()
     table = (_configuration() or {}).get("tiers", {})
