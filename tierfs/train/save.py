@@ -25,6 +25,7 @@ from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import SaveMark
+from tierfs.store import check_reachable
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World, reason_of
 from tierfs.train.handle import Health, SaveHandle, SaveOrder
@@ -356,7 +357,10 @@ class SaveThread:
         """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
         step = order.handle.step
         try:
-            if order.overwrite or self._run.problem_of(step):
+            if order.overwrite:
+                return ""
+            check_reachable(self._run.open()[0])  # a save goes on within seconds if the object tier does not answer
+            if self._run.problem_of(step):
                 return ""
             if step in self._course.newer and not self._run.is_pinned(step):
                 return ""
