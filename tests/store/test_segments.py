@@ -201,7 +201,9 @@ def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, mon
         host = make_host(ram=80 * MIB, nvme=128 * MIB)
         host.tiers.writer.announce()
         until(lambda: status(host.store)["unread_segments"] == 1)
-        save(host.store, "g", content(100 * MIB))
+        # It passes through all local tiers, so it waits for the object tier.
+        with pytest.raises(StoreError, match="cannot be opened, and may hold the awaited change"):
+            save(host.store, "g", content(100 * MIB))
         time.sleep(3)  # time for the flusher to sweep
     wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "f") == data

@@ -289,11 +289,11 @@ class NvmePersister:
         finally:
             nvme.unpin(names)
 
-    def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> None:
+    def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> dict[str, bool]:
         """Move chunks of an unfinished file out of its slab, because the file is larger than the ram tier.
 
-        If the nvme tier is off or full, the chunks go to the object tier. Publishing the file's record later ensures
-        that they are still there. If the object tier fails transiently, this method retries until the timeout.
+        If the nvme tier is off or full, the chunks go to the object tier, and ``kept`` in the answer is false. If the
+        object tier fails transiently, this method retries until the timeout.
 
         Raises:
             CapacityError: No tier took the chunks before the timeout.
@@ -304,7 +304,7 @@ class NvmePersister:
         ends = None if timeout_s is None else state.clock.monotonic() + timeout_s
         while True:
             try:
-                self._spill(holder, slots)
+                is_kept = self._spill(holder, slots)
                 break
             except StoreError as error:
                 if not error.transient or state.stopping:
@@ -319,8 +319,9 @@ class NvmePersister:
         for slot in slots:
             slot.segment.mark(slot, SlotState.CLEAN)
         state.counters["spilled_bytes"] += sum(slot.length for slot in slots)
+        return {"kept": is_kept and len(slots) == len(references)}
 
-    def _spill(self, holder: str, slots: Sequence[Slot]) -> None:
+    def _spill(self, holder: str, slots: Sequence[Slot]) -> bool:
         nvme = self._state.nvme
         rest = list(slots)
         if nvme is not None:
@@ -336,6 +337,7 @@ class NvmePersister:
             rest = [slot for slot in slots if slot not in held]
         for slot in rest:
             self._put(slot)
+        return not rest
 
     def look_after(self, name: bytes, raw_length: int) -> None:
         """Check a chunk in the nvme tier that a reader reported as damaged. If it is, quarantine the copy.

@@ -7,6 +7,7 @@ import pytest
 from support.damaging import GRACE_S, LEASE_S, make_world
 from support.served import StepLink
 
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.format.manifest import Manifest
 from tierfs.store import Writer, delete, load, rename, save
@@ -307,3 +308,15 @@ def test_a_chunk_is_gone_without_a_rule(interleaving, mutation, world, monkeypat
     mutation(monkeypatch)
     with pytest.raises((CorruptionError, AssertionError, pytest.fail.Exception)):
         interleaving(world)
+
+
+def test_a_write_may_take_longer_than_gc_waits(world):
+    writer = Writer(world.writer, "a")
+    for number in range(9):
+        writer.write(bytes([number]) * CHUNK_BYTES)
+        world.pass_time(GRACE_S / 2)
+        world.gc()
+    writer.commit()
+    world.collect_all()
+    found = load(world.open_on(world.tier), "a")
+    assert [found[at] for at in range(0, len(found), CHUNK_BYTES)] == list(range(9))

@@ -201,25 +201,31 @@ class SlabWriter:
             return False
         return True
 
-    def ask_about(self, do: str, slots: Sequence[Slot], *, patience_s: float | None = None, **arguments: Any) -> None:
-        """Ask the flusher to do something with chunks in slots, in as many messages as necessary.
+    def ask_about(
+        self, do: str, slots: Sequence[Slot], *, patience_s: float | None = None, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Ask the flusher to do something with chunks in slots, in as many messages as necessary. Return the answers.
 
         ``patience_s`` limits the wait for each answer, in seconds.
 
         Raises:
             TierfsError, TimeoutError: See `FlusherClient.request`.
         """
-        for at in range(0, len(slots), NAMES_MAX):
-            references = [astuple(SlotRef.of(slot)) for slot in slots[at : at + NAMES_MAX]]
-            self._flusher.request(do, {**arguments, "slots": references}, timeout_s=patience_s)
+        references = [astuple(SlotRef.of(slot)) for slot in slots]
+        return [
+            self._flusher.request(do, {**arguments, "slots": references[at : at + NAMES_MAX]}, timeout_s=patience_s)
+            for at in range(0, len(references), NAMES_MAX)
+        ]
 
     def drop(self, slot: Slot) -> None:
         """Free the slot of a chunk. Closing the tiers has freed it already."""
         if not self._ended.is_set():
             slot.segment.give(slot)
 
-    def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> None:
+    def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> bool:
         """Ask the flusher to move chunks of an unfinished file to a lower tier, so that their room can be reused.
+
+        Return whether the nvme tier keeps all of them. If not, some are in the object tier alone.
 
         Raises:
             CapacityError: The flusher could not, or did not answer, within ``timeout_s`` seconds.
@@ -233,16 +239,18 @@ class SlabWriter:
         self._fault("before spill")
         # Moving them takes time even where none has to be waited for: a short timeout does not end it.
         patience_s = None if timeout_s is None else max(timeout_s, ANNOUNCE_S) + ANSWER_S
+        answers = []
         try:
             for at in range(0, len(slots), SPILL_MAX):
                 some = slots[at : at + SPILL_MAX]
-                self.ask_about("spill", some, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
+                answers += self.ask_about("spill", some, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
         except NoAnswerError as error:
             raise CapacityError(
                 f"a file is larger than the room in the ram tier, and its chunks were not moved to a lower tier: {error}",
                 tier="ram",
             ) from error
         self._fault("after spill")
+        return all(answer.get("kept") for answer in answers)
 
     def unhold(self, holder: str) -> None:
         """Tell the flusher that a file is discarded. If that fails, its spilled chunks stay until this process ends."""

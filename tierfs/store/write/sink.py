@@ -23,7 +23,7 @@ from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.store.chunks import store_chunk
+from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.encode.pipeline import Pressure
 from tierfs.store.encode.tensors import ChunkContext, group_of, places, unknown_layout
 from tierfs.store.store import Store
@@ -157,7 +157,8 @@ class ObjectSink:
     def __init__(
         self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None, *, pressure: Pressure = "none"
     ) -> None:
-        self._store = store
+        self._store, self._path = store, store.where(path)
+        self._refresh_at = store.clock.monotonic() + store.descriptor.grace_s / 4
         self._pressure: Pressure = pressure
         self._cutter = cutter
         self._unread = unread
@@ -209,12 +210,22 @@ class ObjectSink:
         self._chunk[self._filled : self._filled + len(view)] = view
         self._filled += len(view)
 
+    def _refresh(self) -> None:
+        """Store chunks again that gc has condemned. No record names them while the file is being written."""
+        store = self._store
+        self._refresh_at = store.clock.monotonic() + store.descriptor.grace_s / 4
+        store.lease_cache.ensure()
+        doubtful = {row.name for row in store.lease_cache.unverified(self._rows)}
+        self._rows = [rescue(store, row, self._path) if row.name in doubtful else row for row in self._rows]
+
     def _send(self) -> None:
         assert self._chunk is not None
         while len(self._under_way) >= IN_FLIGHT_MAX:
             self._rows.append(self._under_way.popleft().result())
         buffer, filled = self._chunk, self._filled
         self._chunk = None
+        if self._store.clock.monotonic() >= self._refresh_at:
+            self._refresh()
         start, self._sent = self._sent, self._sent + filled
         layout = self._cutter.layout(start, self._sent)
         ((_, tensors),) = places(layout, [filled], self._group, start=start)
@@ -259,6 +270,7 @@ class SlabSink:
         self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
         self._spilled = False
+        self.is_kept = True  # whether this host's tiers keep all chunks
         self._ahead = self._writer.ahead()
 
     @property
@@ -354,7 +366,7 @@ class SlabSink:
             self._collect()
             self._spilled = True
             taken = [slot for slot in self._slots if slot is not None]
-            self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
+            self.is_kept &= self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
             self._slots = [None] * len(self._slots)
             return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
 

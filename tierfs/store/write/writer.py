@@ -243,6 +243,8 @@ class Writer:
                 # The observed version may be outdated, and a conflict of a pending file is permanent.
                 check_stands(self._store, self._observed)
                 self._staged = True
+            if isinstance(self._sink, SlabSink) and not self._sink.is_kept:
+                self._level = Level.OBJECT  # as in `_begin_sink`
             if self._staged:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
