@@ -215,8 +215,8 @@ class ObjectSink:
         store = self._store
         self._refresh_at = store.clock.monotonic() + store.descriptor.grace_s / 4
         store.lease_cache.ensure()
-        doubtful = {row.name for row in store.lease_cache.unverified(self._rows)}
-        self._rows = [rescue(store, row, self._path) if row.name in doubtful else row for row in self._rows]
+        unsure = {row.name for row in store.lease_cache.unverified(self._rows)}
+        self._rows = [rescue(store, row, self._path) if row.name in unsure else row for row in self._rows]
 
     def _send(self) -> None:
         assert self._chunk is not None
