@@ -12,7 +12,8 @@ The peers take turns in each round, in a new order each time. Figures are median
 up slabs, disk blocks and the memory of the kept stager, as in a long-running job. The first save of a
 process, and the clone it is compared to, have processes of their own that touch free memory first. The time that
 training is blocked is measured again in a training loop, against a copy and against peers that save in the
-background into warm memory. There, ratios are medians of the ratios within a round.
+background into warm memory. There, ratios are medians of the ratios within a round. *launches* counts the time that
+a loop of short operations loses, because threads of a save hold the interpreter's lock: see `dcp_session.Launches`.
 
 Before a cold load, ram copies are evicted and the page cache of all files is dropped (posix_fadvise DONTNEED). Bytes
 read are ``rchar`` of /proc/self/io. All peers run with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md advises, unless
@@ -63,6 +64,14 @@ class Bench:
         """Measure saves, loads and training of one state."""
         (found,) = self._workers(["state"], size, name, self._rounds, int(training))
         return found
+
+    def launches(self, size: int) -> dict[str, Any]:
+        """Measure what a save takes from a loop of short operations, for states that differ in their tensors' number."""
+        return {
+            f"{name}{', device tier' * device}": self._workers(["launches"], size, name, self._rounds, device)[0]
+            for device in (0, 1)
+            for name in ("few", "many")
+        }
 
     def first(self, size: int) -> dict[str, float]:
         """Measure first saves, each of a new process on a host without state."""
@@ -146,6 +155,11 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
         of_stock = training["of stock"]
         at_most("slowdown of training until durable, of stock async_save's", of_stock["slowdown"], 0.5)
         at_most("seconds of training lost until durable, of stock async_save's", of_stock["lost"], 0.5)
+    for state, training in report.get("launches", {}).items():
+        limit = 0.5 if state.startswith("many") else 1.0
+        at_most(
+            f"{state}: seconds of short operations lost, of stock with a kept stager", training["lost of kept"], limit
+        )
     if "footprint" in report:
         ours = report["footprint"]["tierfs"]
         counts = [row["descriptors"] for row in ours.values()]
@@ -162,7 +176,7 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     return found.found
 
 
-PARTS = ("blocks", "transformer", "small", "training", "first", "footprint", "replicas")
+PARTS = ("blocks", "transformer", "small", "training", "launches", "first", "footprint", "replicas")
 
 
 def main() -> None:
@@ -190,6 +204,7 @@ def main() -> None:
                 for key, value in found.items():
                     report[key][name] = value
         for name, measure in (
+            ("launches", partial(bench.launches, size)),
             ("first", partial(bench.first, size)),
             ("footprint", partial(bench.footprint, size // 4)),
             ("replicas", partial(bench.replicas, size // 16)),

@@ -18,6 +18,7 @@ import dcp_states as states
 import fsspec
 import torch
 import torch.distributed.checkpoint as stock
+from device_card import DryCard
 from harness import SEED, Rows, proc_number, timed
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
@@ -34,6 +35,10 @@ PAUSE_S = 1.0
 # Other work on the host makes one turn several times as long as another, so short turns are repeated more often.
 BLOCKED_TURNS = 2
 DRAIN_TURNS = 2
+LAUNCHES = 5000
+LAUNCHES_IDLE_S = 0.5
+FEW, MANY = 8, 1172  # tensors; a decoder of 293 parameters with AdamW has many
+DEVICE_BYTES = 64 << 20
 WIDTH = 512
 BATCH = 64
 PARTS = 8
@@ -67,6 +72,20 @@ class Training:
             steps += 1
         took = time.perf_counter() - begin
         return took / steps, took
+
+
+class Launches(Training):
+    """A loop of many short operations. As a launch of a kernel does, each gives up the interpreter's lock and takes it.
+
+    The loop needs the lock all the time. So it loses the time for which threads of the save hold it.
+    """
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(16)
+
+    def step(self) -> None:
+        for _ in range(LAUNCHES):
+            self._tensor.add_(1)
 
 
 def after(seconds: float) -> Callable[[], bool]:
@@ -163,16 +182,28 @@ class Session:
         name: Name of the state.
         size: Bytes of the state; ignored if the state has a fixed size.
         rounds: Rounds that count.
+        device: Whether tierfs finds the tensors on a GPU, which is host memory too, and stages them in its device tier.
     """
 
-    def __init__(self, root: Path, name: str, size: int, rounds: int) -> None:
+    def __init__(self, root: Path, name: str, size: int, rounds: int, *, device: bool = False) -> None:
         self._root = root
         self._rounds = rounds
         self._number = 0
-        makers = {"blocks": partial(states.blocks, size), "transformer": partial(states.transformer, size)}
+        makers = {
+            "blocks": partial(states.blocks, size),
+            "transformer": partial(states.transformer, size),
+            "few": partial(states.small, FEW),
+            "many": partial(states.small, MANY),
+        }
         self.state = makers.get(name, states.small)()
+        options = {}
+        if device:
+            card = DryCard()
+            for tensor in states.tensors_of(self.state):
+                card.own(tensor)
+            options = {"stage": "device", "device": DEVICE_BYTES}
         tierfs.init(f"file://{root}/store")
-        self._ours = peers.Tierfs(f"tierfs::file://{root}/store", states.bytes_in(self.state))
+        self._ours = peers.Tierfs(f"tierfs::file://{root}/store", states.bytes_in(self.state), **options)
         self._tierfs = peers.Peer("tierfs", self._ours.begin, is_async=True)
         self._kept = peers.stock_async_kept()
 
@@ -297,17 +328,17 @@ class Session:
             rows.note("tierfs", whole=whole, **reader.seconds)
         return rows.medians()["tierfs"]
 
-    def training(self) -> dict[str, Any]:
-        """Return the cost of a drain to a training loop, by peer."""
+    def training(self, training: Training, idle_s: float = IDLE_S) -> dict[str, Any]:
+        """Return the cost of a drain to a training loop, by peer. ``idle_s`` is how long it trains before each save."""
         rows = Rows()
-        training, stock_async = Training(), peers.stock_async()
-        training.seconds_per_step(after(IDLE_S))
+        stock_async = peers.stock_async()
+        training.seconds_per_step(after(idle_s))
         everyone = [self._tierfs, stock_async, self._kept]
         for number in range(1 + DRAIN_TURNS * self._rounds):
             if number == 1:
                 rows.clear()
             for peer in shuffled(everyone, number):
-                idle, _ = training.seconds_per_step(after(IDLE_S))
+                idle, _ = training.seconds_per_step(after(idle_s))
                 states.renew(self.state, self._number)
                 directory, blocked, wait = self._begin(peer)
                 step, drain = training.seconds_per_step(when_done(wait))
@@ -320,4 +351,4 @@ class Session:
                 rows.note(peer.name, slowdown=step / idle - 1, drain=drain, lost=lost, blocked=blocked)
                 shutil.rmtree(directory, ignore_errors=True)
         of_stock = {key: rows.ratio(key, "tierfs", stock_async.name) for key in ("slowdown", "lost")}
-        return {"rows": rows.medians(), "of stock": of_stock}
+        return {"rows": rows.medians(), "of stock": of_stock, "lost of kept": rows.ratio("lost", "tierfs", peers.KEPT)}

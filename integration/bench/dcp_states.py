@@ -77,9 +77,9 @@ def shards(size: int, number: int = 0) -> dict[str, Any]:
     return state
 
 
-def small() -> dict[str, Any]:
-    """Return 900 tensors of 4 KiB."""
-    return {"model": {f"tensor.{number:04d}": torch.randn(SMALL_ELEMENTS) for number in range(SMALL_TENSORS)}}
+def small(count: int = SMALL_TENSORS) -> dict[str, Any]:
+    """Return tensors of 4 KiB."""
+    return {"model": {f"tensor.{number:04d}": torch.randn(SMALL_ELEMENTS) for number in range(count)}}
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:

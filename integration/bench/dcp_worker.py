@@ -1,8 +1,9 @@
-"""One part of `dcp.py` in a process of its own: saves and loads, a first save, memory, or replicas on four ranks.
+"""One part of `dcp.py` in a process of its own: saves, loads, training beside saves, memory, or four ranks' replicas.
 
 ::
 
     python dcp_worker.py state DIRECTORY BYTES NAME ROUNDS TRAINING
+    python dcp_worker.py launches DIRECTORY BYTES NAME ROUNDS DEVICE
     python dcp_worker.py first DIRECTORY BYTES
     python dcp_worker.py footprint DIRECTORY BYTES PEER TENSORS
     python dcp_worker.py replicas DIRECTORY BYTES RANK RANKS
@@ -25,7 +26,7 @@ import dcp_states as states
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_session import Session
+from dcp_session import LAUNCHES_IDLE_S, Launches, Session, Training
 from harness import SEED, peaks, proc_number
 
 import tierfs
@@ -45,8 +46,16 @@ def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bo
         if name != "small":
             found["loads"], found["slices"] = session.loads()
         if training:
-            found["training"] = session.training()
+            found["training"] = session.training(Training())
     return found
+
+
+def launches(directory: Path, size: int, name: str, rounds: int, *, device: bool) -> dict[str, Any]:
+    """Return the cost of a drain to a loop of short operations on one processor: see `Session.training`."""
+    torch.set_num_threads(1)
+    session = Session(directory, name, size, rounds, device=device)
+    with peers.one_rank(directory):
+        return session.training(Launches(), LAUNCHES_IDLE_S)
 
 
 def first(directory: Path, size: int) -> dict[str, float]:
@@ -174,6 +183,8 @@ def main() -> None:
     torch.manual_seed(SEED)
     if what == "state":
         found: Any = state_of(Path(directory), int(size), rest[0], int(rest[1]), training=rest[2] == "1")
+    elif what == "launches":
+        found = launches(Path(directory), int(size), rest[0], int(rest[1]), device=rest[2] == "1")
     elif what == "first":
         found = first(Path(directory), int(size))
     elif what == "footprint":
