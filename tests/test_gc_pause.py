@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import threading
+import time
 import traceback
 import weakref
 
@@ -23,9 +24,16 @@ from tierfs.objects import FsspecObjects, LocalObjects
 
 @pytest.fixture(autouse=True)
 def enabled():
+    assert until(lambda: not waiting())  # the pause of another test's save lasts for a moment
     gc.enable()
     yield
     assert gc.isenabled()
+    assert until(lambda: not waiting())
+
+
+def waiting():
+    """The threads of pauses of limited time."""
+    return [thread for thread in threading.enumerate() if thread.name == "tierfs-uncollected"]
 
 
 def test_collection_pauses_in_a_block_and_resumes_after_errors():
@@ -53,9 +61,29 @@ def test_a_pause_that_is_never_ended_times_out():
         assert not gc.isenabled(), "it was counted twice"
 
 
+def test_the_pause_of_a_save_lasts_until_its_plans_are_gone():
+    one = Uncollected(60, linger_s=0.2)
+    one.end()
+    one.end()
+    assert not gc.isenabled()
+    assert until(gc.isenabled)
+
+
+def test_saves_without_a_gap_let_the_collector_run(monkeypatch):
+    monkeypatch.setattr(garbage, "PLANNING_S_MAX", 0.2)
+
+    def save():
+        Uncollected(60, linger_s=0.1).end()
+        time.sleep(0.01)
+        return gc.isenabled()
+
+    assert not save()
+    assert until(save)
+
+
 def test_a_thread_that_is_not_needed_any_more_ends():
     one = Uncollected(60)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tierfs-uncollected"]
+    (thread,) = waiting()
     one.end()
     thread.join(HANG_S)
     assert not thread.is_alive()

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import threading
+import time
 from types import TracebackType
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ from tierfs.threads import start_daemon
 
 # Planning takes less, unless there are very many ranks or tensors. DCP does not tell a writer that planning failed.
 PLANNING_S_MAX = 2.0
+# By then DCP has dropped the plans of a save. A collection before that goes through all their objects.
+LINGER_S = 0.2
 
 
 class Uncollected:
@@ -30,19 +33,22 @@ class Uncollected:
     Args:
         seconds: The pause ends after this time at the latest, for callers that may never call `end`; ``None`` for no
             limit.
+        linger_s: A pause of limited time ends this many seconds after `end`, unless pauses have followed each other
+            for long: then the collector has to run.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float | None = None, *, linger_s: float = 0.0) -> None:
         self._is_off = True
+        self._linger_s = linger_s
         self._ended = threading.Event()
         self._epoch = _switch.turn_off()
         try:
             ends_late = seconds is None or start_daemon(self._end_after, seconds, name="uncollected") is not None
         except BaseException:
-            self.end()
+            self._end_now()
             raise
         if not ends_late:
-            self.end()
+            self._end_now()
 
     def __enter__(self) -> None:
         pass
@@ -52,31 +58,37 @@ class Uncollected:
 
     def end(self) -> None:
         """End the pause. May be called twice."""
-        with _switch.lock:
-            if not self._is_off:
-                return
-            self._is_off = False
-            _switch.turn_on(self._epoch)
+        if not self._linger_s or time.monotonic() - _switch.off_since > PLANNING_S_MAX:
+            self._end_now()
         self._ended.set()
 
+    def _end_now(self) -> None:
+        with _switch.lock:
+            if self._is_off:
+                self._is_off = False
+                _switch.turn_on(self._epoch)
+
     def _end_after(self, seconds: float) -> None:
-        if not self._ended.wait(seconds):
-            self.end()
+        if self._ended.wait(seconds):
+            time.sleep(self._linger_s)
+        self._end_now()
 
 
-def planning() -> Uncollected:
+def planning(linger_s: float = 0.0) -> Uncollected:
     """Begin a pause for the time in which DCP plans a save or a load, and tierfs does it: two seconds at most.
 
     Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator, and
-    unpickles it. A collection would block training for longer than the copy of its state. At the end they are gone.
+    unpickles it. A collection would block training for longer than the copy of its state. At the end they are gone:
+    those of a save `LINGER_S` after tierfs's last part of it.
     """
-    return Uncollected(PLANNING_S_MAX)
+    return Uncollected(PLANNING_S_MAX, linger_s=linger_s)
 
 
 class _Switch:
     """Disables the collector while at least one pause is active.
 
     Attributes:
+        off_since: When the first of the present pauses began.
         lock: Reentrant, because a signal handler may take it within the same thread. The collector is never disabled
             without being counted, even if a signal handler or a fork interrupts a call.
     """
@@ -86,12 +98,14 @@ class _Switch:
         self._epoch = 0  # counts forks, so that a pause of the parent does not end one of this process
         self._count = 0
         self._was_enabled = False
+        self.off_since = 0.0
         renew_in_children(self)
 
     def turn_off(self) -> int:
         with self.lock:
             if not self._count:
                 self._was_enabled = gc.isenabled()
+                self.off_since = time.monotonic()
             self._count += 1
             if self._count == 1:
                 gc.disable()

@@ -23,7 +23,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.replicas import Replicas, delegated_by, split
+from tierfs.dcp.save.replicas import Replicas, delegated_by, share_sizes, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
 from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
@@ -33,7 +33,7 @@ from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
-from tierfs.gc_pause import Uncollected, detached, planning
+from tierfs.gc_pause import LINGER_S, Uncollected, detached, planning
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
@@ -264,7 +264,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """
         here = self._here
         here.end_planning()
-        here.planning = planning()
+        here.planning = planning(LINGER_S)
         save = here.save = self._saves.begin()
         save.address, here.address = here.address or self._address, None
         save.save_id, here.save_id = here.save_id or secrets.token_hex(16), ""
@@ -285,6 +285,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             save.failure = None
             raise failure
         checks.check_plannable(plan.items)
+        share_sizes(plan.items)
         save.offered = plan.items if plan.usable else None
         ours, save.delegated = split(plan.items)
         return replace(plan, items=ours, storage_data=save.delegated) if save.delegated else plan
@@ -369,7 +370,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
         save.metadata_path = inside(path, save.metadata_name)
         stored = [result for rank in results for result in rank]
-        with planning():
+        with planning(LINGER_S):
             mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts, is_stock=self._is_stock)
         # DCP sends this object to the other ranks, whose writers learn from it that the save finished.
         metadata.storage_meta = SavedMeta(

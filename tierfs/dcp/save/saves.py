@@ -27,7 +27,7 @@ from tierfs.device.tier import Spot
 from tierfs.device.transfer import Transfer
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark, metadata_file
-from tierfs.gc_pause import detached, planning
+from tierfs.gc_pause import LINGER_S, detached, planning
 
 if TYPE_CHECKING:
     from tierfs.dcp.save.gpu_tensors import Later
@@ -192,7 +192,7 @@ class StagedState(dict[str, Any]):
         try:
             with self._lock():
                 if self._make is not None:
-                    with planning():
+                    with planning(LINGER_S):
                         self._views = self._later.result() if self._later is not None else ()
                         super().update(self._make(self._views))
                     self._make = self._later = None
