@@ -156,6 +156,23 @@ def test_unreadable_metadata_is_not_written():
         encode(broken, NOTE)
 
 
+@pytest.mark.parametrize(
+    "wrong", [BytesPlace(FILE, (1 << 20) - 23, 24), BytesPlace(FILE, -1, 24), BytesPlace("x", 0, 24)]
+)
+def test_a_tensor_cut_like_an_earlier_one_is_checked(wrong):
+    places = {}
+    items = {
+        name: tensor_of(torch.float32, (2, 3), [((0, 0), (2, 3))], places, name, at) for at, name in enumerate("abc")
+    }
+    found = decode(encode(Metadata(items, None, places), NOTE), "WHERE")[0]
+    assert {index.fqn: place for index, place in found.storage_data.items()} == {
+        name: BytesPlace(FILE, at, 24) for at, name in enumerate("abc")
+    }
+    places[MetadataIndex("b", (0, 0))] = wrong
+    with pytest.raises(InvalidInputError, match="'b': chunks"):
+        encode(Metadata(items, None, places), NOTE)
+
+
 def test_names_that_are_no_text_are_refused():
     for name in (5, "a\ud800"):
         with pytest.raises(InvalidInputError):

@@ -264,6 +264,9 @@ def _refuse(text: str) -> object:
     raise ValueError(f"{text} is not an integer")
 
 
-def canonical(document: Mapping[str, object]) -> bytes:
-    """Return a document as writers have to write it."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+def canonical(value: object) -> bytes:
+    """Return a document, or a value in it, as writers have to write it."""
+    return _ENCODER.encode(value).encode()
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -8,7 +8,7 @@ Format: docs/reference/checkpoint-format.md, "The metadata document".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -43,6 +43,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.gc_pause import Uncollected
 
 PATH_PARTS_MAX = 256
+_BOX = ("length", "offsets", "shape")
 _WHERE = "the checkpoint's metadata"
 # The beginning and end of a document, and the text that precedes its tensors: see `encode`.
 _BEGIN, _TENSORS, _END = b'{"checksum":"', b',"tensors":{', b'},"version":%d}' % VERSION
@@ -68,8 +69,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         if isinstance(item, TensorStorageMetadata):
             tensors[fqn] = item
         else:
-            place = _place_of(places, MetadataIndex(fqn), fqn)
-            objects[fqn] = {"file": place.file, "at": place.at, "length": place.length}
+            objects[fqn] = _place_of(places, MetadataIndex(fqn), fqn)._asdict()
     meta = metadata.storage_meta
     document: dict[str, object] = {
         "format": FORMAT,
@@ -95,7 +95,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         # A document that no reader accepts is not written: the error must come while the state is still in memory.
         interpret(document, _WHERE)
         # One tensor at a time, as text: as many objects they would make Python collect garbage at each save.
-        texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
+        texts = list(_tensor_texts(tensors, places, extra.files))
         before = canonical({name: value for name, value in document.items() if name < "tensors"})
         after = canonical({name: value for name, value in document.items() if name > "tensors"})
         content = before[:-1] + b',"tensors":{' + b",".join(texts) + b"}," + after[1:]
@@ -207,31 +207,38 @@ def _complete(
     return metadata
 
 
-def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: Mapping[str, int]) -> bytes:
-    """Return a tensor's member of the document, after reading it once as a check."""
+def _tensor_texts(
+    tensors: Mapping[str, Any], places: Mapping[Any, BytesPlace], files: Mapping[str, int]
+) -> Iterator[bytes]:
+    """Yield the tensors' members of the document.
+
+    Tensors of one shape are cut alike, and differ in names and places. So the first of them is read once as a check,
+    and the others share its text: training waits for the interpreter's lock meanwhile.
+    """
+    cuts: dict[Any, tuple[list[bytes], bytes]] = {}
+    names = {file: canonical(file) for file in files}
+    for fqn, item in sorted(tensors.items()):
+        has, at = item.properties, [_place_of(places, MetadataIndex(fqn, one.offsets), fqn) for one in item.chunks]
+        boxes = [(one.offsets, one.sizes, place.length) for one, place in zip(item.chunks, at, strict=True)]
+        key = (has.dtype, has.layout, has.requires_grad, has.memory_format, has.pin_memory, tuple(item.size), *boxes)
+        if key not in cuts or any(not 0 <= place.at <= files.get(place.file, -1) - place.length for place in at):
+            encoded = _encode_tensor(fqn, item, at)
+            _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
+            chunks = [canonical({name: chunk[name] for name in _BOX})[1:] for chunk in encoded.pop("chunks")]
+            cuts[key] = chunks, canonical(encoded)[1:]
+        chunks, rest = cuts[key]
+        texts = [
+            b'{"at":%d,"file":%b,%b' % (one.at, names[one.file], text) for one, text in zip(at, chunks, strict=True)
+        ]
+        yield b'%b:{"chunks":[%b],%b' % (canonical(fqn), b",".join(texts), rest)
+
+
+def _encode_tensor(fqn: str, item: Any, places: Sequence[BytesPlace]) -> dict[str, Any]:
     if len(item.size) > DIMENSIONS_MAX:
         raise InvalidInputError(
             f"{fqn!r} has {len(item.size)} dimensions, but a checkpoint allows at most {DIMENSIONS_MAX}: reshape it"
         )
-    encoded = _encode_tensor(fqn, item, places)
-    _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
-    return canonical({fqn: encoded})[1:-1]
-
-
-def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, BytesPlace]) -> dict[str, object]:
     properties = item.properties
-    chunks = []
-    for chunk in item.chunks:
-        place = _place_of(places, MetadataIndex(fqn, chunk.offsets), fqn)
-        chunks.append(
-            {
-                "offsets": list(chunk.offsets),
-                "shape": list(chunk.sizes),
-                "file": place.file,
-                "at": place.at,
-                "length": place.length,
-            }
-        )
     return {
         "dtype": name_of(DTYPES, properties.dtype, fqn),
         "shape": list(item.size),
@@ -239,7 +246,10 @@ def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, BytesPlace]) -> dic
         "requires_grad": bool(properties.requires_grad),
         "memory_format": name_of(MEMORY_FORMATS, properties.memory_format, fqn),
         "pin_memory": bool(properties.pin_memory),
-        "chunks": chunks,
+        "chunks": [
+            {"offsets": list(one.offsets), "shape": list(one.sizes), **place._asdict()}
+            for one, place in zip(item.chunks, places, strict=True)
+        ],
     }
 
 
