@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from pathlib import Path
@@ -86,6 +87,7 @@ class Pace:
         self._is_stopped = True
 
 
+@functools.cache
 def boot_id() -> str:
     """Return the id of the current boot of the kernel, in hex."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")

@@ -44,9 +44,8 @@ _PROPERTIES = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BytesPlace:
-    """The place of the bytes of one chunk of a tensor, or of one object. Small and picklable.
+class BytesPlace(NamedTuple):
+    """The place of the bytes of one chunk of a tensor, or of one object. Small, and quick to pickle.
 
     Attributes:
         file: Name of the file, in the directory of the checkpoint.

@@ -150,12 +150,6 @@ def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
         raise InvalidInputError(f"{key!r} contains an object that cannot be copied: {error}") from error
 
 
-def _copies_itself(value: Any) -> bool:
-    """Whether its class defines the deep copy of a value. An array of numbers counts as plain."""
-    is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
-    return hasattr(type(value), "__deepcopy__") and not is_array_of_numbers
-
-
 def _collect(path: str | None, value: Any, found: dict[int, tuple[str, torch.Tensor]], objects: dict[int, Any]) -> None:
     """Find the tensors, each once with a name as DCP's planners build it, and the objects to be pickled."""
     if isinstance(value, (torch.Tensor, ShardedTensor)):
@@ -166,7 +160,8 @@ def _collect(path: str | None, value: Any, found: dict[int, tuple[str, torch.Ten
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     else:
-        if _copies_itself(value):
+        is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
+        if hasattr(type(value), "__deepcopy__") and not is_array_of_numbers:
             objects[id(value)] = value
         return
     before = "" if path is None else f"{path}."

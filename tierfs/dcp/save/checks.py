@@ -114,12 +114,8 @@ def check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
     ``__tensor_flatten__``.
     """
     for item, data in items:
-        if item.type is not WriteItemType.BYTE_IO and not (
-            _is_whole_quantized(data) or hasattr(data, "__tensor_flatten__")
-        ):
+        if item.type is WriteItemType.BYTE_IO or hasattr(data, "__tensor_flatten__"):
+            continue
+        if not is_quantized(data) or lacks_quantizer(data):
             refuse_unusual(data, item.index.fqn)
             check_is_held(data)
-
-
-def _is_whole_quantized(tensor: Any) -> bool:
-    return is_quantized(tensor) and not lacks_quantizer(tensor)

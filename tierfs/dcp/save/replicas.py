@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -112,7 +111,14 @@ class Replicas:
         }
         is_same = len(found) == len(taken) and all(taken.get(name) is item for name, item in found.items())
         # The same mapping tells `tierfs.dcp.save.state_plan` that nothing has changed.
-        self._items = taken if is_same else {name: _marked(item) for name, item in found.items()}
+        self._items = (
+            taken
+            if is_same
+            else {
+                name: WriteItem(item.index, item.type, tensor_data=_DelegatedData(**vars(item.tensor_data)))
+                for name, item in found.items()
+            }
+        )
 
 
 def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> RemoteReplica | None:
@@ -135,18 +141,27 @@ def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIn
     return ours, tuple(item.index for item in items if isinstance(item.tensor_data, _DelegatedData))
 
 
+def share_sizes(items: Iterable[WriteItem]) -> None:
+    """Let the items of a save share equal sizes: DCP pickles plans, each object once, with the interpreter's lock held.
+
+    Nobody else has the items yet, so they may change although they are frozen.
+    """
+    known: dict[Any, Any] = {}
+
+    def one(size: Any) -> Any:
+        return known.setdefault(size, size) if type(size) is torch.Size else size
+
+    for index, data in [(item.index, item.tensor_data) for item in items if item.tensor_data is not None]:
+        vars(index)["offset"], vars(data)["size"] = one(index.offset), one(data.size)
+        vars(data.chunk).update(offsets=one(data.chunk.offsets), sizes=one(data.chunk.sizes))
+
+
 def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
     """Return the items that a rank leaves to others, by this save's plan or an earlier one that is still valid.
 
     They are kept with a plan that a planner caches for later saves.
     """
     return plan.storage_data if isinstance(plan.storage_data, tuple) else ()
-
-
-def _marked(item: WriteItem) -> WriteItem:
-    data = item.tensor_data
-    marked = _DelegatedData(**{field.name: getattr(data, field.name) for field in fields(TensorWriteData)})
-    return WriteItem(item.index, item.type, tensor_data=marked)
 
 
 def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
@@ -158,17 +173,14 @@ def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     if data.properties.dtype != tensor.dtype or data.size != tensor.shape:
         return False
     if is_sharded:
-        return item.type is WriteItemType.SHARD and data.chunk == _box_of(tensor)
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        is_alike = data.chunk == ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return item.type is WriteItemType.SHARD and is_alike
     return item.type is WriteItemType.TENSOR
 
 
 def _reduce(placeholder: RemoteReplica) -> tuple[Any, ...]:
     return _stand_in, (placeholder.items,)
-
-
-def _box_of(tensor: DTensor) -> ChunkStorageMetadata:
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 ForkingPickler.register(RemoteReplica, _reduce)  # for the process that saves

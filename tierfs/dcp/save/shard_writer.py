@@ -309,7 +309,13 @@ def write_archives(store: Store, path: str, items: Sequence[torch.Tensor | io.By
             if isinstance(item, io.BytesIO):
                 writer.write(item.getbuffer())
             else:
-                _save_tensor(item, SaveSink(writer))
+                sink = SaveSink(writer)
+                try:
+                    torch.save(_alone(item), sink)
+                except Exception:
+                    if sink.error is not None:
+                        raise sink.error from None
+                    raise
             sizes.append(writer.length - begins[-1])
         length = writer.length
         writer.commit()
@@ -317,15 +323,6 @@ def write_archives(store: Store, path: str, items: Sequence[torch.Tensor | io.By
         writer.abort()
         raise
     return length, begins, sizes
-
-
-def _save_tensor(tensor: torch.Tensor, sink: SaveSink) -> None:
-    try:
-        torch.save(_alone(tensor), sink)
-    except Exception:
-        if sink.error is not None:
-            raise sink.error from None
-        raise
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

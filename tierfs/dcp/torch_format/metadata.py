@@ -18,7 +18,7 @@ import io
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -213,9 +213,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, bool, float) or isinstance(value, Record)
 
 
-@dataclass(frozen=True, slots=True)
 class StockPlace(BytesPlace):
     """The place of the archive or safetensors file that holds one tensor, not of the tensor's bare bytes."""
+
+    __slots__ = ()
 
 
 def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
