@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp
+from support.fake_device import TRAINER_FIRST
 from support.plan_changes import FITTING, OTHERS, check_each_save_is_of_its_own_state
 from support.plan_changes import state_on as state_with_changes
 from test_failed_copies import wait_for_room
@@ -107,6 +108,7 @@ def test_a_save_is_of_before_the_step_that_follows(gpu, url, stage):
         assert is_same(loaded(gpu, state, f"{url}/{number}"), before)
 
 
+@pytest.mark.parametrize("gpu", [TRAINER_FIRST, "gpu"], indirect=True)  # plans know nothing of the schedule
 @pytest.mark.parametrize("change", [*FITTING.values(), *OTHERS.values()], ids=[*FITTING, *OTHERS])
 def test_a_plan_of_the_last_save_does_not_outlive_a_change(gpu, url, change):
     check_each_save_is_of_its_own_state(change, url, TierWriter(url, device="64MiB"), gpu.own, gpu.launch)
