@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 
@@ -15,7 +16,9 @@ def forked(work):
     if not child:
         status = 1
         try:
-            faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+            # The alarm: no thread that a child of this child would lack.
+            faulthandler.register(signal.SIGALRM, file=sys.__stderr__, chain=True)
+            signal.alarm(int(HANG_S))
             work()
             status = 0
         except BaseException:
