@@ -43,7 +43,6 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.gc_pause import Uncollected
 
 PATH_PARTS_MAX = 256
-_BOX = ("length", "offsets", "shape")
 _WHERE = "the checkpoint's metadata"
 # The beginning and end of a document, and the text that precedes its tensors: see `encode`.
 _BEGIN, _TENSORS, _END = b'{"checksum":"', b',"tensors":{', b'},"version":%d}' % VERSION
@@ -224,7 +223,10 @@ def _tensor_texts(
         if key not in cuts or any(not 0 <= place.at <= files.get(place.file, -1) - place.length for place in at):
             encoded = _encode_tensor(fqn, item, at)
             _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
-            chunks = [canonical({name: chunk[name] for name in _BOX})[1:] for chunk in encoded.pop("chunks")]
+            chunks = [
+                canonical({name: chunk[name] for name in ("length", "offsets", "shape")})[1:]
+                for chunk in encoded.pop("chunks")
+            ]
             cuts[key] = chunks, canonical(encoded)[1:]
         chunks, rest = cuts[key]
         texts = [

@@ -119,7 +119,7 @@ class ObjectUnpickler(pickle._Unpickler):
             made.__dict__.update(state)
         elif kind is torch.nn.Parameter:
             kind.__setstate__(made, state)
-        elif _is_numpy_dtype(made):
+        elif "numpy" in sys.modules and isinstance(made, sys.modules["numpy"].dtype):
             if "numpy.dtype" not in self._by_user:
                 raise self._not_allowed(kind)
             kind.__setstate__(made, _checked_dtype_state(made, state))
@@ -193,11 +193,6 @@ class ObjectUnpickler(pickle._Unpickler):
     def _not_allowed(self, value: Any) -> pickle.UnpicklingError:
         name = _own_name(value) if isinstance(value, type) or callable(value) else _own_name(type(value))
         return pickle.UnpicklingError(f"Can only use what was allowed via `add_safe_globals` but got {name!r:.200}")
-
-
-def _is_numpy_dtype(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.dtype)
 
 
 def _checked_dtype_state(dtype: Any, state: Any) -> Any:

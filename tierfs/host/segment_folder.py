@@ -92,7 +92,9 @@ class SegmentFolder:
                 path=str(self._directory),
                 tier="ram",
             )
-        if found is None or (is_alone and found.parent != shm and not _holds_segments(found)):
+        if found is None or (
+            is_alone and found.parent != shm and not any(each.name.endswith(".slab") for each in entries_of(found))
+        ):
             found = self._choose(shm)
             text = FALLBACK if found.parent == self._directory else str(found)
             data = os.fsencode(f"{text}\n{os.stat(found).st_dev}\n")
@@ -205,7 +207,3 @@ def _lock_alone(fd: int) -> bool:
 
 def _is_foreign(folder: Path) -> bool:
     return os.stat(folder, follow_symlinks=False).st_uid != os.geteuid()
-
-
-def _holds_segments(folder: Path) -> bool:
-    return any(entry.name.endswith(".slab") for entry in entries_of(folder))

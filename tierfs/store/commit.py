@@ -222,7 +222,7 @@ class Commits:
         announced = self._announced.find(directory)
         if not announced:
             return []
-        there = self._there(directory)
+        there = {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
         root = self._root(directory)
         waiting = []
         for mark, found in announced:
@@ -291,10 +291,6 @@ class Commits:
             clock.sleep(POLL_S)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
-
-    def _there(self, directory: str) -> set[str]:
-        """Return the names of the files of a directory that are in the object tier."""
-        return {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
 
     def _root(self, directory: str) -> Observed:
         return observe_to_replace(self._store, inside(directory, ROOT))

@@ -237,7 +237,11 @@ def read_notes(store: Store) -> dict[str, Any] | None:
     if not found:
         return None
     total: dict[str, Any] = {name: sum(int(note.get(name) or 0) for note in found) for name in _NOTES_SUMMED}
-    ages = [_age_s(note) for note in found if note.get("newest_age_s") is not None]
+    ages = [
+        round(float(note["newest_age_s"]) + max(0.0, (time.time_ns() - int(note["written_ns"])) / 1e9), 3)
+        for note in found
+        if note.get("newest_age_s") is not None
+    ]
     devices = sorted({str(note["device"]) for note in found if "device" in note})
     return {
         "gives": "none",
@@ -246,10 +250,6 @@ def read_notes(store: Store) -> dict[str, Any] | None:
         **total,
         "newest_age_s": min(ages) if ages else None,
     }
-
-
-def _age_s(note: Mapping[str, Any]) -> float:
-    return round(float(note["newest_age_s"]) + max(0.0, (time.time_ns() - int(note["written_ns"])) / 1e9), 3)
 
 
 def condition(store: Store) -> dict[str, Any]:

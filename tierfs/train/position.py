@@ -21,7 +21,9 @@ def positions(loaders: Sequence[Any]) -> dict[str, Any]:
         "loaders": [
             {
                 "state": each.state_dict(),
-                "epoch": _epoch_of(each),
+                "epoch": next(
+                    (one.epoch for one in _samplers_of(each) if isinstance(getattr(one, "epoch", None), int)), None
+                ),
                 "facts": _facts_of(each),
                 "generators": [generator.get_state() for generator in _generators_of(each)],
             }
@@ -77,10 +79,6 @@ def _facts_of(loader: Any) -> dict[str, Any]:
             found["length of the data set"] = len(each.dataset)
         found |= {"batch_size": each.batch_size, "num_workers": each.num_workers}
     return found
-
-
-def _epoch_of(loader: Any) -> int | None:
-    return next((each.epoch for each in _samplers_of(loader) if isinstance(getattr(each, "epoch", None), int)), None)
 
 
 def _samplers_of(loader: Any) -> list[Any]:

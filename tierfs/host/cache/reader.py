@@ -72,7 +72,7 @@ class ChunkReader:
         Returns:
             The digests that its blocks should have; None if no tier has a copy with sound metadata.
         """
-        for tier, attempt in (("ram", self._copy_ram), ("nvme", self._copy_nvme)):
+        for tier, attempt in (("ram", self._copy_ram), ("nvme", lambda name, out: self._nvme.read(name, 0, out))):
             with contextlib.suppress(CorruptionError, FormatError, NotFoundError):  # `read` reports them
                 meta = attempt(name, out)
                 if meta is not None:
@@ -143,9 +143,6 @@ class ChunkReader:
             return None
         slot.segment.touch(slot)
         return meta
-
-    def _copy_nvme(self, name: bytes, out: memoryview) -> bytes | None:
-        return self._nvme.read(name, 0, out)
 
     def _read_nvme(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
         runs = block_runs(parts)

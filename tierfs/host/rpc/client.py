@@ -142,7 +142,8 @@ class FlusherClient:
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         request = {"do": do, "arguments": dict(arguments or {})}
         attempts = crashes = 0
-        connection = self._take_idle()
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
         while True:
             is_fresh = connection is None
             if connection is None:
@@ -201,10 +202,6 @@ class FlusherClient:
         return answer
 
     # -- connections -------------------------------------------------------------------------------------------------
-
-    def _take_idle(self) -> socket.socket | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
 
     def _keep(self, connection: socket.socket) -> None:
         with self._lock:

@@ -134,7 +134,10 @@ def verify(
     _name_others(store, bare, path, report)
     if not path:
         _check_rest(bare, seen, report, pace, is_drawn)
-        report.vanished = _vanished(bare)
+        from tierfs.store.maintenance.gc.mark import vanished_records  # noqa: PLC0415 - it loads NumPy
+
+        found = vanished_records(bare)
+        report.vanished = [Damage(each.path or each.key, each.key, each.kind, each.problem) for each in found]
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
     return report
 
@@ -225,12 +228,6 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
         yield where, item.key
     if not found:
         stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
-
-
-def _vanished(store: Store) -> list[Damage]:
-    from tierfs.store.maintenance.gc.mark import vanished_records  # noqa: PLC0415 - it loads NumPy
-
-    return [Damage(each.path or each.key, each.key, each.kind, each.problem) for each in vanished_records(store)]
 
 
 def _check_rest(

@@ -282,7 +282,8 @@ class SlabSink:
         ends = self._cutter.ends(view)
         if self._chunk is not None and ends:
             self._append(view[: ends[0]])
-            self._seal()
+            chunk, self._chunk = self._chunk, None
+            self._sealing.append((self._extend(1), chunk, transfers().submit(self._seal_chunk, chunk)))
         elif ends:
             ends.insert(0, 0)
         if len(ends) > 1:
@@ -369,11 +370,6 @@ class SlabSink:
             self.is_kept &= self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
             self._slots = [None] * len(self._slots)
             return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
-
-    def _seal(self) -> None:
-        assert self._chunk is not None
-        chunk, self._chunk = self._chunk, None
-        self._sealing.append((self._extend(1), chunk, transfers().submit(self._seal_chunk, chunk)))
 
     def _seal_chunk(self, chunk: ChunkBuffer) -> Slot:
         slot = self._writer.seal_chunk(chunk)
