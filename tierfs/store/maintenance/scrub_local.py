@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tierfs.buffers import buffers
@@ -88,7 +87,9 @@ def scrub_local(
     place = tiers.nvme.directory / f"scrub-{tier}.json"
     report, clock = LocalReport(tier), store.clock
     begun, pace = clock.monotonic(), Pace(clock, bandwidth)
-    after = _read_place(place)
+    after = b""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        after = bytes.fromhex(json.loads(place.read_text())["after"])
     for name, length in _copies(tiers, tier, after):
         if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
             break
@@ -103,7 +104,8 @@ def scrub_local(
         after = name
     else:
         report.is_whole_round, after = True, b""
-    _write_place(place, after)
+    with contextlib.suppress(OSError):  # without the file, the next run begins where this one did
+        place.write_text(json.dumps({"after": after.hex()}))
     report.seconds = clock.monotonic() - begun
     return report
 
@@ -135,14 +137,3 @@ def _is_elsewhere(store: Store, name: bytes, length: int) -> bool:
     except (CorruptionError, FormatError, StoreError):
         return False
     return True
-
-
-def _read_place(place: Path) -> bytes:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return bytes.fromhex(json.loads(place.read_text())["after"])
-    return b""
-
-
-def _write_place(place: Path, after: bytes) -> None:
-    with contextlib.suppress(OSError):  # without the file, the next run begins where this one did
-        place.write_text(json.dumps({"after": after.hex()}))
