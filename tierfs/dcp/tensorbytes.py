@@ -118,7 +118,7 @@ def bytes_of(tensor: Any) -> memoryview:
     if plain.dtype.itemsize == 1:
         # torch cannot copy some of the one-byte dtypes, but it can copy their bytes.
         plain = plain.view(torch.uint8)
-    return _flat(plain.cpu().contiguous())
+    return memoryview(as_bytes(plain.cpu().contiguous()).numpy())
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -174,10 +174,6 @@ def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
     if not wanted:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(tuple(shape))
-
-
-def _flat(tensor: Any) -> memoryview:
-    return memoryview(as_bytes(tensor).numpy())
 
 
 def lies_nowhere(tensor: torch.Tensor) -> bool:

@@ -222,13 +222,10 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
             if self._target_protocol is None:
                 return stripped.strip("/")
             return strip(self._target_protocol, stripped)
-        if protocol != self._target_protocol and not self._same_filesystem(protocol):
+        if protocol != self._target_protocol and not (protocol in LOCAL and self._target_protocol in LOCAL):
             mine = f"tierfs::{self._target_protocol}://" if self._target_protocol else "tierfs://NAME"
             raise InvalidInputError(f"{text!r} is not on this filesystem, which is {mine}: use fsspec.url_to_fs for it")
         return stripped
-
-    def _same_filesystem(self, protocol: str | None) -> bool:
-        return protocol in LOCAL and self._target_protocol in LOCAL
 
     def unstrip_protocol(self, name: str) -> str:
         """Return the full URL of a path."""

@@ -164,7 +164,8 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     nvme: str | float = "0" if host_local or process_local else read_budget(directory / "stores" / uuid) or NVME_SHARE
     if options.nvme is not None:
         nvme = options.nvme
-    free_bytes = _free_bytes(directory)
+    existing = next(each for each in (directory, *directory.parents) if each.exists())
+    free_bytes = shutil.disk_usage(existing).free
     ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
     nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
@@ -317,11 +318,3 @@ def spans_hosts() -> bool:
     """Return whether this process's torch job may run on several hosts, according to torchrun."""
     world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     return world is not None and world != (here or "1")
-
-
-def _free_bytes(directory: Path) -> int:
-    """Return the free bytes of the filesystem that holds the directory, or will hold it."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free

@@ -305,7 +305,7 @@ class LeaseCache:
     def unverified(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows that are not known to be in the store within this lease. Call `ensure` first."""
         with self._lock:
-            return [row for row in rows if not self._is_known(row)]
+            return [row for row in rows if not all(map(self._is_there, (row.name, *row.bases)))]
 
     def _begin_term(self, now: float) -> None:
         self._term += 1
@@ -329,9 +329,6 @@ class LeaseCache:
 
     def _is_condemned(self, name: ChunkName) -> bool:
         return any(name in names for _, names in self._condemned.values())
-
-    def _is_known(self, row: Row) -> bool:
-        return all(map(self._is_there, (row.name, *row.bases)))
 
     def _is_there(self, name: ChunkName) -> bool:
         if self._facts.get(name, _NOTHING).named_in == self._term:

@@ -142,9 +142,10 @@ class Restorer:
                     try:
                         return self._load(found, parts, only, passed_over)
                     except CheckpointException as error:
-                        problem = _damage_in(error)
-                        if not problem:
+                        failures = [failure for failure, _ in error.failures.values()]
+                        if not all(isinstance(failure, _PASSED_OVER) for failure in failures):
                             raise reason_of(error) from error
+                        problem = str(failures[0])
                         if self._world.is_first:
                             self._mark(found, problem)
                 if step is not None or on_corrupt == "raise":
@@ -264,19 +265,15 @@ class Restorer:
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
         if world.is_first:
-            self._say(step, kind, notes, skipped)
+            if kind == "light":
+                _logger.warning("%s is a light checkpoint: %s", self._run.url_of(step), "; ".join(notes))
+            for other in ("left", "foreign"):
+                if steps := [each for each, why in skipped if why == WHY[other]]:
+                    _logger.warning("%s: passed over: %s: %s", self._run.url, WHY[other], reprlib.repr(steps))
         # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
         return Restored(step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about)
-
-    def _say(self, step: int, kind: str, notes: Sequence[str], skipped: Sequence[tuple[int, str]]) -> None:
-        """Log a warning for a light checkpoint, and for newer ones that do not belong to the run's line."""
-        if kind == "light":
-            _logger.warning("%s is a light checkpoint: %s", self._run.url_of(step), "; ".join(notes))
-        for other in ("left", "foreign"):
-            if steps := [each for each, why in skipped if why == WHY[other]]:
-                _logger.warning("%s: passed over: %s: %s", self._run.url, WHY[other], reprlib.repr(steps))
 
     def _read_bytes(self) -> Mapping[str, int]:
         """Return the bytes of chunks that this process has read so far, by tier."""
@@ -312,11 +309,3 @@ class Restorer:
             f"{self._run.url}: checkpoints exist, but none can be loaded: {listed}; `tierfs checkpoint verify` "
             "says more, and `tierfs repair` may help. Training does not start from scratch by itself"
         )
-
-
-def _damage_in(error: CheckpointException) -> str:
-    """Return why a checkpoint cannot be loaded if all failures are its own fault; else an empty text."""
-    failures = [failure for failure, _ in error.failures.values()]
-    if not all(isinstance(failure, _PASSED_OVER) for failure in failures):
-        return ""
-    return str(failures[0])

@@ -15,7 +15,7 @@ from tierfs.cli.terminal.output import align, format_time, print_result, printab
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.format.keys import chunk_key
-from tierfs.format.manifest import Manifest, Row
+from tierfs.format.manifest import Row
 from tierfs.store import Entry, find, list_directory, open_entry, usage
 from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
@@ -129,7 +129,10 @@ def _stat_document(place: StorePlace, entry: Entry, rows: Sequence[Row]) -> dict
     if not entry.is_directory:
         document["size"] = entry.length
     if entry.manifest is not None:
-        document |= _times(entry.manifest)
+        document |= {
+            "created": format_time(entry.manifest.created_ns, precise=True),
+            "modified": format_time(entry.manifest.modified_ns, precise=True),
+        }
         if not entry.is_directory:
             document |= {
                 "digest": entry.manifest.digest.hex(),
@@ -147,13 +150,6 @@ def _stat_document(place: StorePlace, entry: Entry, rows: Sequence[Row]) -> dict
     if not entry.is_directory:
         document["foreign"] = entry.foreign is not None
     return document
-
-
-def _times(manifest: Manifest) -> dict[str, object]:
-    return {
-        "created": format_time(manifest.created_ns, precise=True),
-        "modified": format_time(manifest.modified_ns, precise=True),
-    }
 
 
 def _chunk_table(rows: Sequence[Row]) -> list[dict[str, object]]:

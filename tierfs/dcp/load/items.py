@@ -149,7 +149,12 @@ class ItemReader:
             raise InvalidInputError(
                 f"{fqn}: the destination has shape {list(target.shape)}, but the part to load has {list(lengths)}"
             )
-        _check_takes_elements(fqn, target)
+        if target.layout is not torch.strided:
+            raise InvalidInputError(f"{fqn}: the destination's layout is {target.layout}: load into a dense tensor")
+        if has_shared_elements(target):
+            raise InvalidInputError(
+                f"{fqn}: the destination's elements share memory, as in an expanded tensor: load into a clone of it"
+            )
         if not self._destinations.add(fqn, target):
             self._flush()
             self._destinations.add(fqn, target)
@@ -273,16 +278,6 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
         )
     with torch.no_grad():
         target.copy_(source)
-
-
-def _check_takes_elements(fqn: str, target: Any) -> None:
-    """Check that a destination has memory of its own for each element. Raises `InvalidInputError` if it has not."""
-    if target.layout is not torch.strided:
-        raise InvalidInputError(f"{fqn}: the destination's layout is {target.layout}: load into a dense tensor")
-    if has_shared_elements(target):
-        raise InvalidInputError(
-            f"{fqn}: the destination's elements share memory, as in an expanded tensor: load into a clone of it"
-        )
 
 
 class Destinations:

@@ -135,7 +135,8 @@ def encode_chunk(
     blocks: list[EncodedBlock] = []
     with _outs().lend(_TOGETHER_MAX * BLOCK_BYTES) as memory:
         outs = list(blocks_of(memory))
-        for group in _together(zip(plans, _places(raw), strict=True)):
+        places = (slice(at, min(at + BLOCK_BYTES, len(raw))) for at in range(0, len(raw), BLOCK_BYTES))
+        for group in _together(zip(plans, places, strict=True)):
             coding = group[0][0].coding
             if coding.codec is Codec.STORE:
                 blocks += [EncodedBlock(Codec.STORE, plan.reason, raw[place]) for plan, place in group]
@@ -172,10 +173,6 @@ def _together(planned: Iterable[tuple[BlockPlan, slice]]) -> Iterator[_Group]:
             group = []
     if group:
         yield group
-
-
-def _places(raw: memoryview) -> Iterator[slice]:
-    return (slice(at, min(at + BLOCK_BYTES, len(raw))) for at in range(0, len(raw), BLOCK_BYTES))
 
 
 def blocks_of(raw: memoryview, factor: int = 1) -> Iterator[memoryview]:

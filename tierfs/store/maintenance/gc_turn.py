@@ -16,7 +16,7 @@ from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, No
 from tierfs.format import keys
 from tierfs.format.upkeep import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
 from tierfs.objects.checksums import put_checked, put_idempotent, read_decoded
-from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version, objects_below
+from tierfs.objects.protocol import CREATE, PutMode, Update, Version, objects_below
 from tierfs.store.store import Store
 
 SECOND_NS = 1_000_000_000
@@ -50,7 +50,7 @@ class Turn:
         """
         store = self._store
         found, version = read_collector(store)
-        epochs = [epoch_of(item.key) for item in _lists(store)]
+        epochs = [epoch_of(one.key) for one in objects_below(store.objects, keys.GC) if keys.is_condemned_key(one.key)]
         if found.holder != NOBODY:
             self._check_is_over(found)
         # A new record must not start from 1 again: an epoch is never used twice.
@@ -187,7 +187,3 @@ def server_now(store: Store) -> int:
 
 def epoch_of(key: str) -> int:
     return int(key.removeprefix(keys.GC), 16)
-
-
-def _lists(store: Store) -> list[ObjectInfo]:
-    return [item for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]
