@@ -14,7 +14,6 @@ from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
-from tierfs.session import settings
 from tierfs.session.settings import TierOptions, resolve
 from tierfs.store import evict, load, save, status, wait
 from tierfs.store.store import Store
@@ -214,7 +213,8 @@ def test_a_job_is_warned_once_of_a_budget_that_does_not_fit(tmp_path, caplog, mo
     monkeypatch.setenv("TIERFS_NVME", "900TiB")
     tierfs.init(f"file://{tmp_path}/store")
     for number in range(3):
-        monkeypatch.setattr(settings, "_free_bytes", lambda _, gib=number + 60: gib << 30)
+        usage = shutil.disk_usage(tmp_path)._replace(free=number + 60 << 30)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         fs, root = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store", ack="staged", ram=f"{64 + number}MiB")
         fs.pipe_file(f"{root}/a", b"a" * 100_000)
         if not number:
