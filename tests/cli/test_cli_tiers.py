@@ -447,6 +447,17 @@ def test_discard_of_a_directory_finds_the_conflicts_behind_a_conflict(url, no_fl
     assert [told("stat", f"{url}/run/{name}")["size"] for name in ("f0", "f1", "f2")] == [6, 6, MIB]
 
 
+def test_discard_of_a_directory_leaves_a_conflict_elsewhere(url, no_flusher, fail, told):
+    stage(url, files=1)
+    fs, path = fsspec.url_to_fs(url, ack="staged", skip_instance_cache=True)
+    fs.mv(f"{path}/run/f0", f"{path}/other/f0")
+    save(open_bare(parse_url(url))[0], "other/f0", b"theirs")
+    no_flusher()
+    code, error = fail("flusher", "discard", "-r", f"{url}/run")
+    assert (code, error["path"]) == (5, "other/f0")
+    assert "other/f0" in [item["path"] for item in told("status", url)["conflicts"]]
+
+
 def test_a_conflicts_data_can_be_exported(conflict, host, fail, tell, told):
     assert fail("wait", conflict)[0] == 5
     target = host / "ours"

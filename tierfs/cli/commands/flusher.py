@@ -440,15 +440,16 @@ def _discard(arguments: argparse.Namespace) -> int:
 
 
 def _discard_next(store: Store, path: str) -> int:
-    """Wait for the changes below ``path``, and discard the first conflict. A change behind it may be the next one."""
-    from tierfs.host.pending.levels import Level  # noqa: PLC0415 - only what a command needs
+    """Wait for the changes below ``path``, and discard the first conflict there. A change behind it may be the next."""
+    from tierfs.format.keys import is_at_or_below  # noqa: PLC0415 - only what a command needs
+    from tierfs.host.pending.levels import Level  # noqa: PLC0415
     from tierfs.store import discard_conflict, wait  # noqa: PLC0415
 
     try:
-        wait(store, path, Level.OBJECT)
+        wait(store, path, Level.OBJECT, store.timeout_s)
     except ConflictError as error:
-        found = discard_conflict(store, error.path or "")
-        if not found:  # a conflict elsewhere keeps it back
+        found = discard_conflict(store, error.path) if error.path and is_at_or_below(error.path, path) else 0
+        if not found:  # a conflict elsewhere keeps it back: it was not named, so it stays
             raise
         return found
     return 0
