@@ -374,8 +374,8 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
     """Let ``accelerator.save_state`` and ``load_state`` use a store. A collective, after ``prepare``.
 
     ``save_state(12)`` saves step 12, and ``save_state()`` the next one. It returns at the level ``ack``. ``load_state()``
-    loads the newest step, and ``load_state(12)`` that one, and returns its number. It raises if a random state is not
-    there, which Accelerate itself only logs. Data loaders come back with their epoch, seed and generator, stateful ones with their position.
+    loads the newest step, ``load_state(12)`` that one; both return its number. They raise if a random state is missing,
+    where Accelerate only logs. Data loaders get epoch, seed and generator back, stateful ones their position.
 
     Returns the `Manager`, which takes the options. Close it at the end. Raises `InvalidInputError` for other engines.
     """
