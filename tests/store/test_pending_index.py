@@ -1,10 +1,17 @@
 """A lookup of a pending file returns the drafts of its path, and drops or hides none."""
 
+import contextlib
+import threading
+
 import pytest
+from support.tiered import save_at
+from support.waiting import HANG_S
 
 from tierfs.errors import StoreError
+from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import Segment
+from tierfs.store import level_of, wait
 from tierfs.store.write.writer import Writer
 
 
@@ -66,4 +73,42 @@ def test_a_save_looks_at_no_draft_of_another_path(make_host, monkeypatch):
         monkeypatch.setattr(decoded, "in_slot", in_slot)
         assert pending(host, "f3") == 1
         assert pending(host, "none") is None
-    assert len(looked) == 1
+    assert len({(slot.segment.id, slot.index) for slot in looked}) == 1
+
+
+@pytest.fixture
+def stopped(make_host):
+    """A host whose flusher stops at a point of its work, and the event that lets it go on."""
+    go = threading.Event()
+
+    def stop(at):
+        host = make_host()
+        save_at(host.store, "first", b"1", Level.LOCAL)  # starts the flusher
+        host.flushing.fault = lambda point: point == at and go.wait(HANG_S)
+        return host, go
+
+    yield stop
+    go.set()
+
+
+def test_a_draft_leaves_its_slot_before_it_is_published(stopped, monkeypatch):
+    monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0)  # as if the nvme tier were slow
+    host, _ = stopped("before release.chunks")
+    save_at(host.store, "second", b"2", Level.LOCAL)
+    with contextlib.suppress(TimeoutError):
+        wait(host.store, "second", Level.OBJECT, timeout_s=0.3)
+    assert level_of(host.store, "second") >= Level.LOCAL
+
+
+def test_a_draft_that_moves_during_a_lookup_is_at_its_new_level(stopped, monkeypatch):
+    host, go = stopped("before settle.commit")
+    put(host, "a", b"x")
+    real = NvmeReader.draft
+
+    def draft(reader, path):
+        go.set()
+        wait(host.store, path, Level.OBJECT, timeout_s=HANG_S)
+        return real(reader, path)
+
+    monkeypatch.setattr(NvmeReader, "draft", draft)  # between the looks at both tiers
+    assert host.tiers.level("a") is Level.OBJECT

@@ -18,7 +18,7 @@ from tierfs.host.cache.reader import read_blocks
 from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
-from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState
 
@@ -176,13 +176,20 @@ class NvmePersister:
                     raise
             else:
                 break
-        for draft, slot in left:
-            state.release(draft, slot)
-            state.drop_holds(draft)
+        try:
+            for entry, slot in left:
+                state.release(entry.draft, slot)
+                state.drop_holds(entry.draft)
+        finally:
+            # Only now may they be published: a draft has left the slab before the nvme tier forgets it.
+            with state.changed:
+                for entry, _ in left:
+                    state.entries.pass_nvme(entry)
+                state.changed.notify_all()
 
     def _commit(
         self, nvme: NvmeTier, batch: Sequence[FlushItem], elsewhere: Sequence[bytes]
-    ) -> list[tuple[Draft, Slot]]:
+    ) -> list[tuple[FlushItem, Slot]]:
         """Commit drafts, except those that became conflicts. These stay in their slots, where they are marked.
 
         Returns:
@@ -200,9 +207,8 @@ class NvmePersister:
                 for (entry, _), number in zip(moved, numbers, strict=True):
                     entry.number, entry.level, entry.slot = number, state.local_level, None
                     entry.clear()
-                    state.entries.pass_nvme(entry)
                 state.changed.notify_all()
-        return [(entry.draft, slot) for entry, slot in moved]
+        return moved
 
     def _copy_chunks(self, nvme: NvmeTier, batch: Sequence[FlushItem]) -> list[bytes]:
         """Write the drafts' chunks. Return the names of those that the object tier has and no slab holds."""

@@ -259,19 +259,22 @@ class PendingDrafts:
             CorruptionError, FormatError: The newest draft cannot be decoded, or a damaged draft may be newer.
             StoreError: The nvme tier cannot be read now.
         """
-        staged, is_hidden = self._by_path.newest(path)
-        if is_hidden:
-            raise CorruptionError(
-                f"{path}: this host's last write, perhaps to this path, is damaged in shared memory: discard it with "
-                "`tierfs flusher discard` for this path, or else for the store's root, and write it again",
-                path=path,
-                tier="ram",
-            )
-        item = self._nvme.draft(path)
-        stored = None if item is None else self._decoded.stored(item)
-        if stored is not None and (staged is None or not self._is_newer(staged, stored)):
-            return Pending(stored, self.stored_level)
-        return Pending(staged, Level.STAGED) if staged is not None else None
+        while True:
+            staged, is_hidden = self._by_path.newest(path)
+            if is_hidden:
+                raise CorruptionError(
+                    f"{path}: this host's last write, perhaps to this path, is damaged in shared memory: discard it with "
+                    "`tierfs flusher discard` for this path, or else for the store's root, and write it again",
+                    path=path,
+                    tier="ram",
+                )
+            item = self._nvme.draft(path)
+            stored = None if item is None else self._decoded.stored(item)
+            if stored is not None and (staged is None or not self._is_newer(staged, stored)):
+                return Pending(stored, self.stored_level)
+            # A draft that has left the ram tier meanwhile may have passed through the nvme tier between the two looks.
+            if staged is None or self._by_path.newest(path)[0] is staged:
+                return None if staged is None else Pending(staged, Level.STAGED)
 
     def level(self, path: str) -> Level:
         pending = self.pending(path)
