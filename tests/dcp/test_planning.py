@@ -64,30 +64,6 @@ def test_a_save_and_a_load_set_off_no_collection(place):
     assert target["step"] == 3
 
 
-def test_items_of_a_plan_share_equal_sizes(place):
-    # A pickle has each shared object once. DCP pickles the plan four times a save, while training waits for the lock.
-    plans = []
-
-    class Kept(DefaultSavePlanner):
-        def create_global_plan(self, all_plans):
-            plans.extend(all_plans)
-            return super().create_global_plan(all_plans)
-
-    tensors = {f"w{number}": torch.full((3, 4), float(number)) for number in range(50)}
-    dcp.save(tensors, storage_writer=TierWriter(place), planner=Kept(), no_dist=True)
-    (plan,) = plans
-    sizes = {id(item.tensor_data.size) for item in plan.items} | {
-        id(item.tensor_data.chunk.sizes) for item in plan.items
-    }
-    offsets = {id(item.index.offset) for item in plan.items} | {
-        id(item.tensor_data.chunk.offsets) for item in plan.items
-    }
-    assert (len(plan.items), len(sizes), len(offsets)) == (50, 1, 1)
-    target = {name: torch.zeros(3, 4) for name in tensors}
-    dcp.load(target, storage_reader=TierReader(place), no_dist=True)
-    assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
-
-
 def fail_to_plan(writer):
     """Save twice with a planner that fails. Return whether the garbage collector was enabled each time."""
     seen = []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import operator
 import os
 import pickle
 import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from support.held_planner import Held
 from support.waiting import HANG_S
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.errors import NotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError
 
 WORLD = 2
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
@@ -492,6 +494,68 @@ def on_their_own(url: str, mesh: DeviceMesh) -> None:
     assert torch.equal(found["mine"], torch.full((3,), float(rank)))
 
 
+class Watching(DefaultSavePlanner):
+    """Note the plans that arrive, and make every rank's final plan from that of the coordinator.
+
+    Attributes:
+        mine: This rank's own plan.
+        arrived: On the coordinator, the plans of all ranks.
+    """
+
+    def create_local_plan(self) -> Any:
+        self.mine = super().create_local_plan()
+        return self.mine
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        self.arrived = all_plans
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plans[0], items=plan.items) for plan in plans], metadata
+
+
+def plans_sent_to_the_coordinator(url: str, mesh: DeviceMesh) -> None:
+    """The coordinator does not pickle its own items. In the pickles of other ranks, equal sizes are one object."""
+    planner, state = Watching(), {f"w{rank}": torch.full((3, 4), float(rank)) for rank in range(20)}
+    state["rows"] = distribute_tensor(whole(1), mesh, [Shard(0)])
+    metadata = dcp.save(state, storage_writer=TierWriter(url, **OPTIONS), planner=planner)
+    if dist.get_rank() == 0:
+        own, other = planner.arrived
+        assert all(map(operator.is_, own.items, planner.mine.items))
+        assert len({id(item.tensor_data.size) for item in other.items if item.index.fqn != "rows"}) == 1
+    assert pickle.loads(pickle.dumps(metadata)).state_dict_metadata == metadata.state_dict_metadata
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def a_group_of_one(url: str, mesh: DeviceMesh) -> None:
+    """A rank that saves alone sends itself nothing, and its metadata can be pickled afterwards."""
+    groups, rank = [dist.new_group([rank]) for rank in range(WORLD)], dist.get_rank()
+    writer = TierWriter(f"{url}/{rank}", **OPTIONS)
+    for seed in (1, 2):
+        planner, state = Watching(), {"w": whole(seed), "step": seed}
+        future = dcp.async_save(state, storage_writer=writer, planner=planner, process_group=groups[rank])
+        metadata = future.result()
+        assert all(map(operator.is_, planner.arrived[0].items, planner.mine.items))
+        for copied in (pickle.loads(pickle.dumps(metadata)), copy.deepcopy(metadata)):
+            assert copied.state_dict_metadata == metadata.state_dict_metadata
+            assert copied.storage_meta.save_id == writer.save_id
+        found = {"w": torch.zeros(1001, 64), "step": 0}
+        dcp.load(found, storage_reader=TierReader(f"{url}/{rank}", **OPTIONS), no_dist=True)
+        assert torch.equal(found["w"], state["w"])
+        assert found["step"] == seed
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.mine)
+    assert copy.deepcopy(plan).items == planner.mine.items
+    elsewhere = pickle.dumps(plan)
+    pickle.dumps(writer.prepare_local_plan(planner.mine))
+    try:
+        pickle.loads(elsewhere)
+    except InvalidInputError as error:
+        assert "has no content" in str(error)  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("the pickle of one plan gave another")
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -511,6 +575,8 @@ SCENARIOS = {
         replicas_that_a_planner_cannot_do_without,
         what_one_rank_cannot_stage,
         on_their_own,
+        plans_sent_to_the_coordinator,
+        a_group_of_one,
     )
 }
 

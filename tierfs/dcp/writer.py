@@ -24,7 +24,17 @@ from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Replicas, delegated_by, share_sizes, split
-from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
+from tierfs.dcp.save.saves import (
+    OwnPlan,
+    OwnResults,
+    Save,
+    SavedMeta,
+    Saves,
+    StagedState,
+    broadcast_nothing,
+    forget_read,
+    note_stored,
+)
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
 from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
 from tierfs.dcp.save.state_plan import StatePlan
@@ -272,6 +282,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         save.rank, save.use_collectives = rank, kwargs.get("use_collectives", True)
+        save.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan without the tensors that another rank saves. This makes no request to the store.
@@ -285,13 +296,16 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             save.failure = None
             raise failure
         checks.check_plannable(plan.items)
-        share_sizes(plan.items)
         save.offered = plan.items if plan.usable else None
         ours, save.delegated = split(plan.items)
-        return replace(plan, items=ours, storage_data=save.delegated) if save.delegated else plan
+        if save.delegated:
+            plan = replace(plan, items=ours, storage_data=save.delegated)
+        if others_wait():
+            share_sizes(plan.items)
+        return OwnPlan(**vars(plan)) if save.is_coordinator and type(plan) is SavePlan else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that some rank saves each tensor, and return the plans unchanged. Called on the coordinator alone.
+        """Check that some rank saves each tensor, and return the same plans. Called on the coordinator alone.
 
         Raises:
             AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of the
@@ -311,7 +325,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 (index for plan in plans for index in delegated_by(plan)),
             )
         save.planned, save.is_new = Commits(store).begin(metadata_path, save.save_id, overwrite=self._overwrite)
-        return plans
+        # DCP's coordinator is the first rank. A planner may have made other ranks' plans from that of the coordinator.
+        return [
+            (SavePlan if number else OwnPlan)(**vars(plan)) if type(plan) in {SavePlan, OwnPlan} else plan
+            for number, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's items as one file.
@@ -335,7 +353,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             save.metadata_path = inside(path, save.metadata_name)
             note_stored(save)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(OwnResults(results) if save.is_coordinator else results)
         return future
 
     def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], save: Save) -> list[WriteResult]:
@@ -376,6 +394,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         metadata.storage_meta = SavedMeta(
             save.target.url, mark.save_id, metadata_path=save.metadata_path, sequence=mark.sequence
         )
+        broadcast_nothing(metadata, results)
         save.end(mark)
 
     # -- levels --------------------------------------------------------------------------------------------------------

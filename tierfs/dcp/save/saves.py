@@ -17,8 +17,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfs._fork import PerProcess
 from tierfs.dcp.address import Address
@@ -46,6 +47,7 @@ class Save:
         address: The address that it goes to; ``None`` until it begins.
         rank: This process's rank in the save.
         use_collectives: Whether the ranks save together.
+        is_coordinator: Whether this rank collects the plans and results of all ranks.
         save_id: The id that this rank proposed.
         offered: The items of this rank's plan; ``None`` if the planner said that nothing has changed.
         delegated: The items that this rank leaves to others.
@@ -62,6 +64,7 @@ class Save:
     address: Address | None = None
     rank: int = 0
     use_collectives: bool = True
+    is_coordinator: bool = False
     save_id: str = ""
     offered: Sequence[WriteItem] | None = None
     delegated: tuple[MetadataIndex, ...] = ()
@@ -140,7 +143,8 @@ class Saves:
 
 
 _thread = threading.local()
-"""``read``: the save of the staged state that this thread read last. ``stored``: the save whose part it stored last."""
+"""``read``: the save of the staged state that this thread read last. ``stored``: the save whose part it stored last.
+``own``: the `_Own` that this thread pickled last in a save."""
 
 
 def forget_read() -> None:
@@ -151,6 +155,41 @@ def forget_read() -> None:
 def note_stored(save: Save) -> None:
     """Note that this rank's part is stored: metadata that this thread receives from now on is that of the save."""
     _thread.stored = save
+
+
+class _Own:
+    """An object that the coordinator sends to itself. Its pickle only names it, for the thread that saves."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _thread.own = self
+        return _take_own, (id(self),)
+
+
+class OwnPlan(_Own, SavePlan):  # type: ignore[misc]  # torch's classes are untyped here
+    """The coordinator's own plan."""
+
+
+class OwnResults(_Own, list[WriteResult]):
+    """The coordinator's own results."""
+
+
+def _take_own(number: int) -> Any:
+    own = getattr(_thread, "own", None)
+    if id(own) != number:
+        raise InvalidInputError("the pickle of a save's plan or metadata has no content: pickle a copy of its fields")
+    return own
+
+
+def broadcast_nothing(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Leave the metadata out of its next pickle, if DCP makes that for other ranks, and there are none."""
+
+    def once(_protocol: object) -> tuple[Any, ...]:
+        del vars(metadata)["__reduce_ex__"]
+        return _take_own, (0,)
+
+    if len(results) == 1 and getattr(_thread, "own", None) is results[0]:
+        vars(metadata)["__reduce_ex__"] = once
+    _thread.own = None
 
 
 class StagedState(dict[str, Any]):
