@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.address import Address
 from tierfs.errors import CorruptionError
+from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 MIB = 1 << 20
 
@@ -55,6 +57,30 @@ def test_bytes_that_change_on_the_link_go_to_no_process(fake, url):
     staged = writer.stage(state_on(fake))
     with pytest.raises(CorruptionError, match="changed between the GPU and host memory"):
         ForkingPickler.dumps(staged)
+
+
+def test_a_damaged_slot_fails_one_save_at_most_and_takes_no_room(fake, url):
+    options = {"ram": "256MiB", "nvme": "0", "bandwidth": 1}
+    writer = TierWriter(url, stage="device", device="64MiB", **options)
+    state = state_on(fake)
+    dcp.save(writer.stage(state), checkpoint_id=f"{url}/0", storage_writer=writer)
+    store, _ = Address.of(url, {"ack": "staged", **options}).open()
+    (slot,) = [
+        slot
+        for segment in store.tiers.ram.own_segments()
+        for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
+        if slot.length == state["large"].nbytes
+    ]
+    slot.segment.whole()[slot.offset + 5] ^= 1
+    before = writer.status()["tiers"]["ram"]["dirty_bytes"]
+    with pytest.raises(CheckpointException, match="bytes of large changed") as raised:
+        dcp.save(writer.stage(state), checkpoint_id=f"{url}/1", storage_writer=writer)
+    assert writer.status()["tiers"]["ram"]["dirty_bytes"] == before, raised
+    dcp.save(writer.stage(state), checkpoint_id=f"{url}/2", storage_writer=writer)
+    for number in (0, 2):  # the later copy heals the earlier save
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        dcp.load(found, storage_reader=TierReader(f"{url}/{number}", **options))
+        torch.testing.assert_close(found, state, rtol=0, atol=0)
 
 
 def test_a_store_with_other_digests_takes_snapshots(fake, tmp_path, url):

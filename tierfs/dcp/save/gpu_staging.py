@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
 from tierfs.device.transfer import CaptureMode, FillChunks, Transfer
-from tierfs.digest import DigestKind
+from tierfs.digest import DigestKind, digests_of
 from tierfs.errors import InvalidInputError, NotFoundError
-from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.table import DATA_STATES, SlotKind
+from tierfs.host.tiers import Tiers
 from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.status import leave_note
@@ -181,12 +183,9 @@ def _filler(store: Store) -> FillChunks | None:
         wanted = {digest for digest, _ in chunks}
         found: dict[bytes, tuple[Slot, int]] = {}
         memories = []  # stay mapped during the copy
-        for segment in ram.own_segments():
-            with contextlib.suppress(NotFoundError):  # another thread closed it
-                memories.append(np.frombuffer(segment.whole(), np.uint8))
-                for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
-                    if not slot.hidden and slot.name[1:] in wanted:
-                        found[slot.name[1:]] = slot, memories[-1].ctypes.data + slot.offset
+        for segment, slots in _chunks_in(ram, wanted):
+            memories.append(np.frombuffer(segment.whole(), np.uint8))
+            found.update((slot.name[1:], (slot, memories[-1].ctypes.data + slot.offset)) for slot in slots)
         copies = [
             (there[0], (target.data_ptr(), there[1], there[0].length))
             if (there := found.get(digest)) is not None and there[0].length == len(target)
@@ -197,6 +196,22 @@ def _filler(store: Store) -> FillChunks | None:
         return [copy is not None and copy[0].segment.is_still(copy[0]) for copy in copies]
 
     return fill
+
+
+def _chunks_in(ram: RamTier, wanted: Collection[bytes]) -> Iterator[tuple[Segment, list[Slot]]]:
+    """Yield each segment of this process, with its slots of chunks that have these digests."""
+    for segment in ram.own_segments():
+        with contextlib.suppress(NotFoundError):  # another thread closed it
+            slots = segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
+            yield segment, [slot for slot in slots if not slot.hidden and slot.name[1:] in wanted]
+
+
+def hide_damaged(tiers: Tiers, digest: bytes) -> None:
+    """Let no later save copy a chunk from a damaged slot of this process."""
+    for segment, slots in _chunks_in(tiers.ram, {digest}):
+        for slot in slots:
+            if digests_of(DigestKind.XXH3_128, segment.view(slot))[1] != digest and segment.hide(slot):
+                tiers.counters["ram_quarantined"] += 1
 
 
 def fall_back_of(store: Store) -> Callable[[str, str], None]:

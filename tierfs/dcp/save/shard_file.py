@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Addresses, address_of, copy_ranges
-from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.gpu_staging import GpuStaging, hide_damaged
 from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, described, plan_of, plan_runs, unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
@@ -244,32 +245,42 @@ class ShardFile:
             )
 
     def check_arrived(self, only: Collection[FileRun] | None = None) -> None:
-        """Hash the bytes that a GPU hashed before they left it, and compare the digests.
+        """Compare the digests that a GPU computed before the bytes left it with those of the bytes in memory.
 
-        The file's memory must be filled and not sealed. Once all bytes are checked, later calls do nothing. ``only``
-        limits the check to some runs.
+        The file's memory must be filled. Chunks that are not sealed are hashed. Once all are checked, later calls hash
+        nothing. ``only`` limits the check to some runs.
 
         Raises:
             CorruptionError: The bytes changed in transfer.
         """
-
-        def check(chunk: tuple[FileRun, int, bytes]) -> None:
-            run, at, wanted = chunk
-            if digests_of(DigestKind.XXH3_128, run.memory.view[at : at + CHUNK_BYTES])[1] != wanted:
-                raise changed_on_the_way(run)
-
-        if self._has_arrived:
+        if self._has_arrived and only is None:
             return
+        alike = self.store.descriptor.digest_kind is DigestKind.XXH3_128
         chosen = None if only is None else {id(run) for run in only}
         chunks = [
-            (run, at * CHUNK_BYTES, wanted)
+            (run, at * CHUNK_BYTES, wanted, sealed)
             for transfer, runs in self.transfers
             for run, digests in zip(runs, transfer.digests, strict=False)
             if chosen is None or id(run) in chosen
-            for at, wanted in enumerate(digests)
+            for at, (wanted, sealed) in enumerate(zip_longest(digests, run.memory.digests() if alike else ()))
         ]
-        processors().share_out(check, chunks, threads_max=BESIDE_TRAINING)
-        self._has_arrived = chosen is None
+
+        def check(chunk: tuple[FileRun, int, bytes, bytes | None]) -> None:
+            run, at, wanted, sealed = chunk
+            found = sealed or digests_of(DigestKind.XXH3_128, run.memory.view[at : at + CHUNK_BYTES])[1]
+            if found != wanted:
+                if self.store.tiers is not None:
+                    hide_damaged(self.store.tiers, wanted)
+                raise CorruptionError(
+                    f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is discarded, "
+                    "and the state on the GPU is intact: save again; if it recurs, look for code that edits the staged "
+                    "state, such as a planner (stage='ram' allows that), and for hardware errors (nvidia-smi -q, dmesg)",
+                    tier="device",
+                )
+
+        fresh = [chunk for chunk in chunks if chunk[-1] or not self._has_arrived]
+        processors().share_out(check, fresh, threads_max=BESIDE_TRAINING)
+        self._has_arrived = self._has_arrived or chosen is None
 
     def abort(self) -> None:
         """Release all memory of the file. Views of it show arbitrary bytes from then on."""
@@ -356,16 +367,6 @@ def check_is_held(tensor: torch.Tensor) -> None:
     if (found := staged_in(tensor)) is not None:
         found[0].check_is_held()
         found[0].check_arrived()
-
-
-def changed_on_the_way(run: FileRun) -> CorruptionError:
-    """Return the error for bytes whose digests on the GPU and in host memory differ."""
-    return CorruptionError(
-        f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is discarded, and the "
-        "state on the GPU is intact: save again; if it recurs, look for code that edits the staged state, such as a "
-        "planner (stage='ram' allows that), and for hardware errors (nvidia-smi -q, dmesg)",
-        tier="device",
-    )
 
 
 def say_waves(store: Store, error: CapacityError) -> None:
