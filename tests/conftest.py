@@ -170,6 +170,7 @@ def state_of_its_own():
     # Each listing of a store in memory goes through the objects of all such stores.
     MemoryFileSystem.store.clear()
     gc.collect()
+    gc.freeze()
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -21,16 +21,16 @@ def headings(page):
     return {slug(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_in_a_page_leads_somewhere(page):
-    for target in LINK.findall(page.read_text()):
-        if target.startswith(("http://", "https://")):
-            continue
-        file, _, base_offset = target.partition("#")
-        there = (page.parent / file).resolve() if file else page
-        assert there.exists(), f"{page}: {target}"
-        if base_offset:
-            assert base_offset in headings(there), f"{page}: {target}"
+def test_every_link_in_a_page_leads_somewhere():
+    for page in PAGES:
+        for target in LINK.findall(page.read_text()):
+            if target.startswith(("http://", "https://")):
+                continue
+            file, _, base_offset = target.partition("#")
+            there = (page.parent / file).resolve() if file else page
+            assert there.exists(), f"{page}: {target}"
+            if base_offset:
+                assert base_offset in headings(there), f"{page}: {target}"
 
 
 def test_every_page_is_reached_from_the_index():

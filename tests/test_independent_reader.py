@@ -248,24 +248,12 @@ def test_keys_that_are_no_path_are_no_record(key: str) -> None:
 # -- the golden files --------------------------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
-CASES = json.loads((GOLDEN / "damaged" / "cases.json").read_text())
 
 
 def test_reader_reads_the_golden_files() -> None:
     reader, expected = StoreReader(GOLDEN / "store"), json.loads((GOLDEN / "expected.json").read_text())
     assert {path: hashlib.sha256(reader.read(path)).hexdigest() for path in reader.files()} == expected["files"]
     assert (reader.directories(), reader.tombstones()) == (expected["directories"], expected["tombstones"])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
-def test_reader_refuses_the_damaged_golden_files_as_the_package_does(case: dict[str, Any], tmp_path: Path) -> None:
-    root = Path(shutil.copytree(GOLDEN / "store", tmp_path / "store"))
-    for key, file in {**case.get("others", {}), case["key"]: case["file"]}.items():
-        (root / key).parent.mkdir(exist_ok=True)
-        shutil.copy(GOLDEN / "damaged" / file, root / key)
-    with pytest.raises(ReaderError) as caught:
-        StoreReader(root).read(case["path"])
-    assert caught.value.kind == case["error"]
 
 
 # -- encoded chunks, with and without bases ----------------------------------------------------------------------------
@@ -371,7 +359,7 @@ def test_reader_agrees_with_the_package_on_every_codec(staged: tuple[fsspec.Abst
     runs = map("".join, itertools.product("abcdefghij", repeat=4))
     codecs: Counter[int] = Counter()
 
-    @settings(max_examples=16, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(tensors, min_size=1, max_size=4), st.integers(0, 1 << 32))
     @example(EVERYTHING, 0)
     def compare(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> None:

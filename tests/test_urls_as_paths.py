@@ -14,14 +14,13 @@ from tierfs.cli import main
 from tierfs.errors import InvalidInputError
 from tierfs.urls_as_paths import misplaced
 
-URLS = {
-    "tierfs::file:///data/store/run": "tierfs::file:",
-    "tierfs::s3://bucket/run": "tierfs::s3:",
-    "tierfs://prod/run": "tierfs:",
-    "tierfs:/data": "tierfs:",
-    "tierfs::/data": "tierfs::",
-}
-
+URLS = (
+    "tierfs::file:///data/store/run",
+    "tierfs::s3://bucket/run",
+    "tierfs://prod/run",
+    "tierfs:/data",
+    "tierfs::/data",
+)
 
 CALLS = {
     "makedirs": "os.makedirs(url, exist_ok=True)",
@@ -38,14 +37,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_python_refuses_a_url_as_a_path(tmp_path, monkeypatch, url, call):
+def test_python_refuses_a_url_as_a_path(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     for name in ("made", "runs"):
         os.mkdir(name)
-    with pytest.raises(InvalidInputError, match=r"use fsspec.open\(URL, mode\)"):
-        exec(call, {**globals(), "url": url})
+    for url in URLS:
+        with pytest.raises(InvalidInputError, match=r"use fsspec.open\(URL, mode\)"):
+            exec(call, {**globals(), "url": url})
     assert sorted(os.listdir()) == ["made", "runs"]
     assert os.listdir("runs") == []
 

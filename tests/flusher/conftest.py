@@ -63,9 +63,9 @@ def nothing_left():
     """Check that no descriptor, thread or running child process stays behind. The next start collects zombies."""
     before = descriptors(), children()
     yield
-    # Only the garbage collector frees objects in a reference cycle.
     until(lambda: not threads(), every_s=0.01)
-    until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1], every_s=0.02)
+    # Only the garbage collector frees objects in a reference cycle.
+    until(lambda: (descriptors() <= before[0] and children() <= before[1]) or gc.collect() < 0, every_s=0.02)
 
 
 def threads():
@@ -74,9 +74,9 @@ def threads():
 
 def children():
     found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for threads_children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if parent == str(os.getpid()) and state != "Z":
-                found.add(path.parent.name)
+            for child in threads_children.read_text().split():
+                if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.add(child)
     return found

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.independent_reader import StoreReader
+from support.independent_reader import ReaderError, StoreReader
 
 from tierfs.codec import Codec
 from tierfs.errors import TierfsError
@@ -55,7 +55,7 @@ def test_the_golden_store_verifies(copied):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
-def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, copied):
+def test_both_readers_refuse_a_damaged_object_and_verify_names_it(case, copied):
     replaced = {**case.get("others", {}), case["key"]: case["file"]}
     store = open_at(copied)
     try:
@@ -65,6 +65,9 @@ def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, copied):
         with pytest.raises(TierfsError) as raised:
             load(store, case["path"])
         assert raised.value.kind == case["error"]
+        with pytest.raises(ReaderError) as refused:
+            StoreReader(copied).read(case["path"])
+        assert refused.value.kind == case["error"]
         assert {damage.key for damage in verify(store).damage} == {case["key"]}
     finally:
         for key in replaced:

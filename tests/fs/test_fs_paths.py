@@ -63,19 +63,13 @@ def objects_of(place) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("call", WRITES)
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_name_is_refused_and_nothing_is_written(place, kind, call):
-    before = objects_of(place)
-    with pytest.raises(InvalidInputError, match="bad path"):
-        WRITES[call](place.fs, place / BAD[kind])
-    assert objects_of(place) == before
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_moves_and_copies_to_invalid_names_are_refused(place, kind):
+def test_a_bad_name_is_refused_and_nothing_is_written(place, kind):
     place.fs.pipe(place / "a", b"x")
     before = objects_of(place)
+    for call in WRITES.values():
+        with pytest.raises(InvalidInputError, match="bad path"):
+            call(place.fs, place / BAD[kind])
     for verb in (place.fs.mv, place.fs.cp_file):
         with pytest.raises(InvalidInputError, match="bad path"):
             verb(place / "a", place / BAD[kind])
@@ -110,13 +104,13 @@ def test_the_root_of_a_store_is_no_file(place):
     assert place.names() == []
 
 
-@pytest.mark.parametrize("name", STRANGE)
-def test_a_strange_name_is_a_name(place, name):
-    path = place / name
-    place.fs.pipe_file(path, b"content")
-    assert place.fs.cat_file(path) == b"content"
-    assert place.names() == [name]
-    assert place.fs.info(path)["name"] == path
-    assert place.fs.isfile(path)
-    place.fs.rm_file(path)
-    assert place.names() == []
+def test_a_strange_name_is_a_name(place):
+    for name in STRANGE:
+        path = place / name
+        place.fs.pipe_file(path, b"content")
+        assert place.fs.cat_file(path) == b"content"
+        assert place.names() == [name]
+        assert place.fs.info(path)["name"] == path
+        assert place.fs.isfile(path)
+        place.fs.rm_file(path)
+        assert place.names() == []

@@ -1,6 +1,7 @@
 """Fork processes from a server that has imported their modules: starting Python takes longer than most of their work."""
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ class Zygote:
 
 
 def _call(environment, target, arguments):
+    gc.freeze()  # each collection would go through all that the server imported, and copy its pages
     os.environ.clear()
     os.environ.update(environment)
     target(*arguments)
