@@ -141,7 +141,7 @@ class DryCard(Card):
         out.copy_(data.view(torch.int32).sum())
 
     def hash(self, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> torch.Tensor:
-        digests = self._fake.hash(self._fake.current(), addresses, lengths)
+        digests = self._fake.hash(self._fake.current(), addresses, lengths)()
         return torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, 16)
 
     def memory(self) -> dict[str, int]:

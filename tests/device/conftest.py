@@ -15,9 +15,9 @@ from tierfs.device.tier import _live
 class Cuda:
     """The real GPU, with the part of `FakeDevice`'s interface that tests use."""
 
-    def __init__(self):
-        self.accelerator = accelerators.accelerator_of(torch.zeros(1, device="cuda"))
-        self.has_kernels = self.accelerator.has_kernels
+    @property
+    def has_kernels(self):
+        return accelerators.accelerator_of(torch.zeros(1, device="cuda")).has_kernels
 
     def own(self, tensor):
         return tensor.cuda()
@@ -38,6 +38,7 @@ def forget():
     _drains.clear()
     _live.clear()
     accelerators.accelerators.clear()
+    accelerators._cuda.clear()  # the first save of a process meets a GPU that it does not know
 
 
 @pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, "gpu"])

@@ -22,16 +22,13 @@ class SlowToMake:
         time.sleep(0.1)
         self.index = index
 
-    def owns(self, tensor):
-        return tensor.device.index == self.index
-
 
 @pytest.fixture
 def accelerate_by(monkeypatch):
-    """Return a function that makes a class the one of all accelerators. None is made yet."""
+    """Return a function that makes a class the one of all accelerators."""
 
     def use(kind):
-        monkeypatch.setattr(accelerators, "accelerators", [])
+        monkeypatch.setattr(accelerators, "_cuda", {})  # so that none is made yet
         monkeypatch.setattr(accelerators, "Accelerator", kind)
 
     return use
@@ -39,14 +36,14 @@ def accelerate_by(monkeypatch):
 
 def test_threads_that_ask_first_at_once_get_one_accelerator(accelerate_by):
     accelerate_by(SlowToMake)
-    tensor = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    tensor = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     found = []
     threads = [threading.Thread(target=lambda: found.append(accelerators.accelerator_of(tensor))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(map(id, found))) == len(accelerators.accelerators) == 1
+    assert len(set(map(id, found))) == 1
 
 
 def test_a_child_forked_while_a_thread_asks_waits_for_nobody(accelerate_by):
@@ -60,13 +57,13 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(accelerate_by):
             self.index = index
 
     accelerate_by(HeldInParent)
-    on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))
     thread.start()
     assert going.wait(HANG_S)
 
     def ask():
-        accelerators.accelerator_of(SimpleNamespace(is_cuda=False, device=SimpleNamespace(index=None)))
+        accelerators.accelerator_of(SimpleNamespace(is_cuda=False))
         accelerators.accelerator_of(on_gpu)
 
     try:

@@ -159,19 +159,6 @@ def test_blocks_cover_their_region(length):
     assert lengths.sum() == length
 
 
-def test_blocks_of_host_memory_are_refused():
-    with pytest.raises(InvalidInputError, match="CUDA"):
-        hash_blocks(*cut_blocks(4096, 10), torch.device("cpu"))
-
-
-def test_tables_that_do_not_fit_are_refused():
-    addresses, lengths = cut_blocks(4096, 3 * BLOCK_BYTES)
-    with pytest.raises(InvalidInputError, match="do not match"):
-        hash_blocks(addresses, lengths[:2], torch.device("cuda"))
-    with pytest.raises(InvalidInputError, match="uint64"):
-        hash_blocks(addresses.astype(np.int64), lengths, torch.device("cuda"))
-
-
 def test_a_kernel_without_cupy_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(InvalidInputError, match=r"tierfs\[gpu\]"):

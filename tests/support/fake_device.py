@@ -142,9 +142,10 @@ class FakeDevice:
         self._queue(stream, lambda: None)
 
     def hash(self, stream, addresses, lengths):
-        self.advance(stream, len(stream.queue))
-        blocks = zip(addresses.tolist(), lengths.tolist(), strict=True)
-        return b"".join(xxhash.xxh3_128_digest(_memory(address, length)) for address, length in blocks)
+        blocks, digests = list(zip(addresses.tolist(), lengths.tolist(), strict=True)), []
+        self._queue(stream, lambda: digests.extend(xxhash.xxh3_128_digest(_memory(*block)) for block in blocks))
+        done = self.record(stream)
+        return lambda: (done.synchronize(), b"".join(digests))[1]
 
     def is_capturing(self):
         return self.capturing

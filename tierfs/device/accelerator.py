@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,6 @@ GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
 """After these, the host does the GPU's work: it has no memory left, or cannot compile the kernels."""
 LARGE_BYTES = 1 << 20
 """Without CuPy, tensors of at least this size are copied on the device one by one."""
-# torch copies these dtypes bit for bit in fused launches.
-_FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
 class Accelerator:
@@ -93,8 +91,8 @@ class Accelerator:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queue device-to-device copies on the current stream. Each pair of tensors has equal dtype and shape.
 
-        With CuPy, one launch copies all contiguous tensors. Without it, large tensors are copied one by one, and small
-        ones in one fused launch per dtype.
+        With CuPy, one launch copies all contiguous tensors. Without it, large tensors are copied one by one, and all
+        small ones together.
         """
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
@@ -105,19 +103,14 @@ class Accelerator:
         if self.has_kernels:
             copy_pieces([(to.data_ptr(), begin.data_ptr(), to.nbytes) for to, begin in plain], self.device)
             return
-        fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        small = []
         for target, source in plain:
             if target.nbytes >= LARGE_BYTES:
                 target.copy_(source, non_blocking=True)
-                continue
-            dtype, pair = source.dtype, (target, source)
-            if dtype not in _FUSED:
-                dtype, pair = torch.uint8, (as_bytes(target), as_bytes(source))
-            to, begin = fused.setdefault(dtype, ([], []))
-            to.append(pair[0])
-            begin.append(pair[1])
-        for to, begin in fused.values():
-            torch._foreach_copy_(to, begin)
+            else:
+                small.append((as_bytes(target), as_bytes(source)))
+        if small:
+            torch._foreach_copy_([to for to, _ in small], [begin for _, begin in small])
 
     def gather(self, memory: torch.Tensor, regions: Sequence[tuple[int, MemoryRegion]]) -> None:
         """Queue copies on the current stream of tensors into device memory, with their elements in row-major order.
@@ -175,16 +168,25 @@ class Accelerator:
                 self._touched = torch.zeros(1, device=self.device)
             self._touched.add_(1)
 
-    def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
-        """Hash blocks after the work that is queued on a stream. Blocks until the digests are complete.
+    def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> Callable[[], bytes]:
+        """Queue the hashing of blocks behind the work that is queued on a stream.
 
         Addresses are uint64, and lengths uint32, in bytes.
 
         Returns:
-            The digests in order, 16 bytes each.
+            A function that blocks until the digests are complete, and returns them in order, 16 bytes each.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            return bytes(hash_blocks(addresses, lengths, self.device).cpu().numpy().tobytes())
+            digests = hash_blocks(addresses, lengths, self.device)
+            found = torch.empty(digests.shape, dtype=torch.uint8, pin_memory=True)
+            found.copy_(digests, non_blocking=True)
+            event = self.record(stream)
+
+        def wait() -> bytes:
+            event.synchronize()
+            return bytes(found.numpy().tobytes())
+
+        return wait
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
@@ -236,40 +238,39 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_cupy() -> bool:
     try:
-        import cupy  # noqa: F401, PLC0415 - slow to import, and only GPU work needs it
+        import cupy  # noqa: PLC0415 - slow to import, and only GPU work needs it
     except ImportError:
         return False
-    return True
+    return hasattr(cupy.cuda.Stream, "from_external")  # CuPy 14 or later
 
 
 accelerators: list[Accelerator] = []
-"""The devices that were used in this process."""
+"""The devices that were registered."""
+_cuda: dict[int, Accelerator] = {}  # the CUDA devices that were used in this process, by index
 _lock = PerProcess(threading.Lock)  # held to add an accelerator
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Let `accelerator_of` find another device from now on."""
+    """Let `accelerator_of` find a device that is no CUDA device from now on."""
     with _lock():
         accelerators.append(accelerator)
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
     """Return the device on which a tensor lies. ``None`` for host memory and for unsupported devices."""
-    found = _owner_of(tensor)
-    if found is None and tensor.is_cuda:
+    if not tensor.is_cuda:
+        for accelerator in accelerators:  # a generator takes twice as long, and this is asked for each tensor of a save
+            if accelerator.owns(tensor):
+                return accelerator
+        return None
+    index = tensor.get_device()
+    found = _cuda.get(index)
+    if found is None:
         with _lock():
-            found = _owner_of(tensor)
+            found = _cuda.get(index)
             if found is None:
-                found = Accelerator(tensor.device.index)
-                accelerators.append(found)
+                found = _cuda[index] = Accelerator(index)
     return found
-
-
-def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
-    for accelerator in accelerators:  # a generator takes twice as long, and this is asked for each tensor of a save
-        if accelerator.owns(tensor):
-            return accelerator
-    return None
 
 
 def has_accelerator() -> bool:

@@ -193,7 +193,7 @@ class DeviceTier:
             return False
         addresses, lengths = generation.blocks
         accelerator = self.accelerator
-        return accelerator.hash(accelerator.current(), addresses, lengths) == generation.digests
+        return accelerator.hash(accelerator.current(), addresses, lengths)() == generation.digests
 
     def status(self) -> dict[str, Any]:
         """Return the state of the tier as plain values, for ``tierfs status``."""

@@ -332,22 +332,21 @@ class Transfer:
         assert len(cut) == len(self._regions), "all of a snapshot is gathered"
         generation.blocks = np.concatenate([at for at, _ in cut]), np.concatenate([length for _, length in cut])
         try:
-            digests = generation.digests = self._accelerator.hash(stream, *generation.blocks)
+            digests = generation.digests = self._accelerator.hash(stream, *generation.blocks)()
         except GPU_FAILURES as error:
             self._fall_back(
                 "gpu_hash", f"a snapshot is copied whole, is not compared, and cannot be rolled back to: {error}"
             )
             return [[(0, region.length)] for region in self._regions]
-        parts = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-        number = 0
+        at = 0
         chunks: list[tuple[int, int, int, bytes]] = []  # region, begin, end, digest
         for index, region in enumerate(self._regions):
             self.digests.append([])
             for begin in range(0, region.length, CHUNK_BYTES):
                 end = min(begin + CHUNK_BYTES, region.length)
-                count = -(-(end - begin) // BLOCK_BYTES)
-                whole = digest.combine(DigestKind.XXH3_128, end - begin, parts[number : number + count])
-                number += count
+                stop = at + -(-(end - begin) // BLOCK_BYTES) * DIGEST_BYTES
+                whole = digest.combine(DigestKind.XXH3_128, end - begin, [digests[at:stop]])
+                at = stop
                 self.digests[index].append(whole)
                 chunks.append((index, begin, end, whole))
         known = [(whole, targets[index][begin:end]) for index, begin, end, whole in chunks]

@@ -9,7 +9,7 @@ copies its parts to their tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -92,21 +92,24 @@ class _WantedChunk:
         return sum(map(len, self.targets)) >= SHARE_MIN * self.length
 
 
-_Sent: TypeAlias = tuple[_WantedChunk, bytes, torch.Tensor]
-"""A chunk that is queued for the GPU, the digests that its blocks should have, and its memory there."""
+_Sent: TypeAlias = tuple[Sequence[tuple[_WantedChunk, bytes, torch.Tensor]], Callable[[], bytes]]
+"""Chunks that are queued for the GPU, and a function that waits for the digests of their blocks there.
+
+Each chunk comes with the digests that its blocks should have, and its memory on the GPU.
+"""
 
 
 class GpuChunks:
     """Loads parts of files into one GPU, on its current stream. Not thread-safe.
 
-    The first chunk that is sent allocates as much memory on the GPU as a set of the buffers has.
+    The first chunk that is sent allocates as much memory on the GPU as the buffers have.
     """
 
     def __init__(self, files: ShardFiles, uploads: Uploads) -> None:
         self._files = files
         self._uploads = uploads
         self._accelerator = uploads.accelerator
-        self._memory: torch.Tensor | None = None
+        self._memory: list[torch.Tensor] = []  # two sets, like the buffers: see `load`
 
     def load(self, parts: Sequence[FileRange]) -> set[int]:
         """Load parts whose chunks are in a local tier and intact. Returns when they are in place.
@@ -123,13 +126,14 @@ class GpuChunks:
         """
         chunks = self._chunks_of(parts)
         missed = {owner for chunk in chunks if not chunk.is_wanted for owner in chunk.owners}
-        sent: list[_Sent] = []
+        sent: _Sent | None = None
         for at in range(0, len(chunks), self._uploads.count):
             # The caller reads a missed part anyway, so a chunk of missed parts alone is not copied.
             batch = [chunk for chunk in chunks[at : at + self._uploads.count] if not missed.issuperset(chunk.owners)]
             copied = self._copy(batch)  # while the batch before travels
-            self._finish(sent, missed)
-            sent = self._send(batch, copied, missed)
+            # This batch begins to travel before the host looks at the batch before, so the link is never idle.
+            before, sent = sent, self._send(batch, copied, missed)
+            self._finish(before, missed)
         self._finish(sent, missed)
         self._accelerator.record(self._accelerator.current()).synchronize()
         return missed
@@ -161,31 +165,36 @@ class GpuChunks:
 
     def _send(
         self, batch: Sequence[_WantedChunk], copied: Sequence[tuple[memoryview, bytes | None]], missed: set[int]
-    ) -> list[_Sent]:
+    ) -> _Sent | None:
         sent = []
         for place, (chunk, (source, digests)) in enumerate(zip(batch, copied, strict=True)):
             if digests is None:
                 missed.update(chunk.owners)
                 continue
-            if self._memory is None:
-                self._memory = self._accelerator.allocate(self._uploads.count * CHUNK_BYTES)
-            memory = self._memory[place * CHUNK_BYTES :][: chunk.length]
+            if not self._memory:
+                room = self._accelerator.allocate(2 * self._uploads.count * CHUNK_BYTES)
+                self._memory = list(room.split(self._uploads.count * CHUNK_BYTES))
+            memory = self._memory[0][place * CHUNK_BYTES :][: chunk.length]
             self._uploads.put(memory, torch.frombuffer(source, dtype=torch.uint8))
             sent.append((chunk, digests, memory))
+        wait = None
+        if sent:
+            blocks = [cut_blocks(memory.data_ptr(), chunk.length) for chunk, _, memory in sent]
+            addresses, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
+            wait = self._accelerator.hash(self._accelerator.current(), addresses, lengths)
+            self._memory.reverse()
         self._uploads.swap()
-        return sent
+        return None if wait is None else (sent, wait)
 
-    def _finish(self, sent: Sequence[_Sent], missed: set[int]) -> None:
+    def _finish(self, sent: _Sent | None, missed: set[int]) -> None:
         """Verify chunks that were sent, and queue the copies to their tensors."""
-        if not sent:
+        if sent is None:
             return
-        blocks = [cut_blocks(memory.data_ptr(), chunk.length) for chunk, _, memory in sent]
-        addresses, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
-        found = self._accelerator.hash(self._accelerator.current(), addresses, lengths)
+        found = sent[1]()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         at = 0
-        for chunk, digests, memory in sent:
+        for chunk, digests, memory in sent[0]:
             if found[at : at + len(digests)] == digests:
                 targets += chunk.targets
                 sources += [

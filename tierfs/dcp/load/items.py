@@ -32,6 +32,8 @@ from tierfs.errors import InvalidInputError
 
 WAVE_BYTES_MAX = 1 << 30
 """Bytes requested before any of them is passed on. This limits the destinations that a planner provides at once."""
+GPU_WAVE_BYTES_MAX = 4 << 30
+"""The same for tensors on a GPU: at the end of a wave, its link is idle for as long as 16 chunks take."""
 SLACK_BYTES = 128 << 20
 """How many more bytes a wave may have, so that it ends where a chunk ends."""
 BUFFERS_MAX = KEPT_MAX
@@ -120,8 +122,9 @@ class ItemReader:
         if self._waiting_bytes < WAVE_BYTES_MAX:
             return False
         last = self._parts[-1]
-        return self._waiting_bytes >= WAVE_BYTES_MAX + SLACK_BYTES or self._files.is_cut(
-            last.file, last.at + last.length
+        most = WAVE_BYTES_MAX if last.on_gpu is None else GPU_WAVE_BYTES_MAX
+        return self._waiting_bytes >= most + SLACK_BYTES or (
+            self._waiting_bytes >= most and self._files.is_cut(last.file, last.at + last.length)
         )
 
     def _add_object(self, item: Any, place: BytesPlace) -> None:
