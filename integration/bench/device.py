@@ -63,7 +63,8 @@ def main() -> int:
     with made(dir=options.directory) as root, made(dir=shared) as os.environ["TIERFS_SHM_DIR"]:
         for part in options.parts:
             share = begin + options.budget * SMALL_SHARE if part == "small" and len(options.parts) > 1 else end
-            path = Path(root) / f"{part}.json"
+            # Beside the report, each row is there as soon as it is measured, whatever ends the bench.
+            path = Path(f"{options.json}.{part}") if options.json else Path(root) / f"{part}.json"
             found[part] = _child(options, part, path, Path(root) / part, share)
             if options.json:
                 Path(options.json).write_text(json.dumps({"parts": found}, indent=1))
@@ -272,6 +273,10 @@ def show(report: dict[str, Any]) -> None:
             shown = {key: _round(row[key]) for key in SHOWN if key in row}
             if shown:
                 print(f"{name:16} " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+        for name in ("load", "rollback"):
+            phases = rows.get(name, {}).get("phases", {})
+            if phases:
+                print(f"{name}, ms: " + ", ".join(f"{phase} {1e3 * took:.1f}" for phase, took in phases.items()))
         if isinstance(rows.get("flat", {}).get("growth"), dict):
             print(f"{'flat':16} growth {rows['flat']['growth']}")
         digests = {
@@ -300,6 +305,8 @@ SHOWN = (
     "blocked_s",
     "call_s",
     "stage_s",
+    "queued_s",
+    "idle_s",
     "staged_s",
     "saved_s",
     "d2d_s",
@@ -309,6 +316,7 @@ SHOWN = (
     "d2h_bytes",
     "drain_s",
     "settle_s",
+    "first_s",
     "seconds",
     "device_bytes",
     "same",

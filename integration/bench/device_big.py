@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from device_card import Card, limits
+from device_phases import phases_of_load
 from device_saving import Ours, Stock, Store, cycle, medians
 from device_training import Trainer
 
@@ -40,7 +41,7 @@ class Big:
         self._trainer: Trainer | None = None
         self.limits: dict[str, Any] = {}
         self._cycle_s = 0.0
-        self._is_warm = False
+        self._warm_ups: list[dict[str, Any]] = []
 
     # -- shared by the rows --------------------------------------------------------------------------------------------
 
@@ -119,6 +120,7 @@ class Big:
         return {
             "blocked_s": max(blocked_s, pending.call_s),
             "stage_s": pending.stage_s,
+            "queued_s": pending.queued_s,
             "saved_s": saved_s,
             "settle_s": settle_s,
             "d2h_bytes": after.get("drained_bytes", 0) - before.get("drained_bytes", 0),
@@ -127,35 +129,42 @@ class Big:
             "device": after,
         }
 
-    def _warm_up(self, peer: Ours) -> list[dict[str, Any]]:
+    def _warm_up(self, peer: Ours, saves: int = 2) -> None:
         """Save twice: the ram tier has room for two states, and the second save allocates new memory, too."""
-        found = [self._full(peer) for _ in range(2)]
-        self._is_warm = True
-        return found
+        while len(self._warm_ups) < saves:
+            self._warm_ups.append(self._full(peer))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
+    def first_save(self) -> dict[str, Any]:
+        """Measure the first save of the process: it allocates and registers memory, and plans. CuPy is imported."""
+        self._warm_up(self.device, saves=1)
+        return dict(self._warm_ups[0])
+
     def to_device(self) -> dict[str, Any]:
         """Measure how long a snapshot blocks, and the cost of the snapshot and its drain to the next steps."""
-        warm_ups = self._warm_up(self.device)
+        self._warm_up(self.device)
         found = self._cycles(self.device, self._options.rounds)
-        idle = warm_ups[-1]
+        idle = [self._full(self.device) for _ in range(self._options.rounds)]
+        d2h = sum(one["d2h_bytes"] for one in idle) / max(sum(one["drain_s"] for one in idle), 1e-9)
+        idle_s = statistics.median(one["blocked_s"] for one in idle)
         size = self.trainer.size
         copied_s = size * self.limits["d2d_s_per_byte"]
         return {
             **found,
             "generations": self._generations,
-            "warm_ups": warm_ups,
+            "warm_ups": self._warm_ups,
+            "idle": idle,
+            "idle_s": idle_s,
             "d2d_s": copied_s,
-            "of_d2d_idle": copied_s / idle["blocked_s"],
-            "d2h_of_pinned": idle["d2h_bytes"] / max(idle["drain_s"], 1e-9) / self.limits["d2h"],
+            "of_d2d_idle": copied_s / idle_s,
+            "d2h_of_pinned": d2h / self.limits["d2h"],
             "value": copied_s / found["blocked_stream_s"],
         }
 
     def second_save(self) -> dict[str, Any]:
         """Compare a save after a tenth of the bytes changed with a save of a new state."""
-        if not self._is_warm:
-            self._warm_up(self.device)
+        self._warm_up(self.device)
         first = self._full(self.device)
         left = (1 - UNCHANGED) * self.trainer.size
         changed = 0
@@ -192,9 +201,11 @@ class Big:
         state, reader = self.trainer.state(), TierReader(url, **self.store.options)
         gc.collect()
         begin = time.perf_counter()
-        dcp.load(state, storage_reader=reader, planner=TierLoadPlanner())
-        self._card.synchronize()
-        return {"seconds": time.perf_counter() - begin, "device_bytes": getattr(reader, "device_bytes", None)}
+        with phases_of_load(self._card.accelerator) as phases:
+            dcp.load(state, storage_reader=reader, planner=TierLoadPlanner())
+            self._card.synchronize()
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "phases": phases, "device_bytes": reader.device_bytes}
 
     def _loads(self, url: str, wanted: torch.Tensor) -> dict[str, Any]:
         loads = []
@@ -203,9 +214,11 @@ class Big:
             loads[-1]["same"] = torch.equal(self.trainer.fingerprint(), wanted)
         return {
             "loads": loads,
+            "first_s": loads[0]["seconds"],
             "seconds": statistics.median(one["seconds"] for one in loads[1:]),
             "same": all(one["same"] for one in loads),
             "device_bytes": loads[-1]["device_bytes"],
+            "phases": loads[-1]["phases"],
         }
 
     def rollback(self) -> dict[str, Any]:
@@ -248,8 +261,7 @@ class Big:
         self._drop_device()
         ours = Ours(self._card, self.store, "ram")
         try:
-            if not self._is_warm:
-                self._warm_up(ours)
+            self._warm_up(ours)
             saves = [self._full(ours) for _ in range(self._options.rounds)]
         finally:
             ours.close()
@@ -269,8 +281,7 @@ class Big:
         self._drop_device()
         ours = Ours(self._card, self.store, "lazy")
         try:
-            if not self._is_warm:
-                self._warm_up(ours)
+            self._warm_up(ours)
             return self._cycles(ours, self._options.rounds)
         finally:
             ours.close()
@@ -302,6 +313,7 @@ def rows_of(big: Big) -> list[tuple[str, Any, float, float]]:
     return [
         ("limits", big.find_limits, 60, 1),
         ("training", big.train, 60, 5),
+        ("first save", big.first_save, 60, 10),
         ("device", big.to_device, 150, 20),
         ("second save", big.second_save, 60, 10),
         ("rollback", big.rollback, 60, 8),

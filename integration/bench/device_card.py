@@ -33,6 +33,11 @@ class Card:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    @property
+    def accelerator(self) -> Any:
+        """tierfs's object for the card."""
+        return accelerators.accelerator_of(self.empty(1))
+
     def describe(self) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info()
         found = {"card": torch.cuda.get_device_name(), "device_bytes": total, "device_free_bytes": free}
@@ -111,6 +116,10 @@ class DryCard(Card):
         self.device = torch.device("cpu")
         self._fake = FakeDevice(memory=1 << 40)
         accelerators.register_accelerator(self._fake)
+
+    @property
+    def accelerator(self) -> Any:
+        return self._fake
 
     def describe(self) -> dict[str, Any]:
         return {"card": "dry run on host memory", "device_bytes": 1 << 40, "driver": "none"}

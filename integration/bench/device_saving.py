@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed.checkpoint as dcp
 from device_card import Card
@@ -37,6 +38,7 @@ class Pending:
         before_optimizer: Training must call it before parameters change; ``None`` for nothing.
         wait: Returns when the save is done.
         stage_s: Wall seconds of ``stage`` alone.
+        queued_s: Wall seconds from the call to the end of the launch that captures tensors; ``None`` if unknown.
     """
 
     call_s: float
@@ -44,6 +46,7 @@ class Pending:
     before_optimizer: Callable[[], object] | None
     wait: Callable[[], object]
     stage_s: float = 0.0
+    queued_s: float | None = None
     staged: list[float] = field(default_factory=list)
 
 
@@ -125,10 +128,20 @@ class Ours:
     def begin(self, state: dict[str, Any]) -> Pending:
         self._number += 1
         probe = Probe(self.writer)
-        begin, before = time.perf_counter(), self._card.stamp()
-        future = dcp.async_save(state, checkpoint_id=self.url(), storage_writer=self.writer, async_stager=probe)
-        call_s = time.perf_counter() - begin
-        return Pending(call_s, (before, self._card.stamp()), None, future.result, probe.seconds)
+        queued: list[float] = []
+        accelerator = self._card.accelerator
+        gather = accelerator.gather
+
+        def noted(*arguments: Any) -> None:
+            gather(*arguments)
+            queued.append(time.perf_counter())
+
+        with mock.patch.object(accelerator, "gather", noted):
+            begin, before = time.perf_counter(), self._card.stamp()
+            future = dcp.async_save(state, checkpoint_id=self.url(), storage_writer=self.writer, async_stager=probe)
+            call_s, after = time.perf_counter() - begin, self._card.stamp()
+        queued_s = queued[0] - begin if queued else None
+        return Pending(call_s, (before, after), None, future.result, probe.seconds, queued_s)
 
     def settle(self) -> float:
         return self.store.settle(self.writer)
@@ -260,6 +273,7 @@ def cycle(trainer: Trainer, peer: Ours | Stock, steps: int, base_s: list[float])
         "blocked_stream_s": card.between(*pending.stamps),
         "call_s": pending.call_s,
         "stage_s": pending.stage_s,
+        "queued_s": pending.queued_s,
         "staged_s": pending.staged[0] if pending.staged else None,
         "saved_s": saved_s,
         "settle_s": settle_s,

@@ -41,7 +41,7 @@ def forget():
     accelerators._cuda.clear()  # the first save of a process meets a GPU that it does not know
 
 
-@pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, "gpu"])
+@pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, pytest.param("gpu", marks=pytest.mark.cuda)])
 def gpu(request):
     """Each device under test: the fake GPU under both schedules, and the real one."""
     forget()

@@ -32,6 +32,7 @@ def test_every_byte_is_copied_and_none_beside(to, begin):
         assert (copy[stop + length :] == 7).all()
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 def test_every_byte_is_copied_on_a_gpu():
     pytest.importorskip("cupy")

@@ -73,7 +73,11 @@ def aligned(data):
         pytest.param(Emulated(NARROW, reverse=True), id="emulated-reverse"),
         pytest.param(Emulated(WIDE), id="emulated-wide"),
         pytest.param(Emulated(WIDE, reverse=True), id="emulated-wide-reverse"),
-        pytest.param(OnGpu(), id="gpu", marks=pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU and CuPy")),
+        pytest.param(
+            OnGpu(),
+            id="gpu",
+            marks=[pytest.mark.cuda, pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU and CuPy")],
+        ),
     ]
 )
 def device(request):
@@ -165,6 +169,7 @@ def test_a_kernel_without_cupy_names_the_package(monkeypatch):
         function(NARROW, "xxh3")
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU and CuPy")
 def test_either_kernel_of_a_gpu_gives_the_digests():
     # A GPU's number of multiprocessors decides which kernel hashes a given number of blocks.

@@ -108,7 +108,9 @@ def test_a_save_is_of_before_the_step_that_follows(gpu, url, stage):
         assert is_same(loaded(gpu, state, f"{url}/{number}"), before)
 
 
-@pytest.mark.parametrize("gpu", [TRAINER_FIRST, "gpu"], indirect=True)  # plans know nothing of the schedule
+@pytest.mark.parametrize(  # plans know nothing of the schedule
+    "gpu", [TRAINER_FIRST, pytest.param("gpu", marks=pytest.mark.cuda)], indirect=True
+)
 @pytest.mark.parametrize("change", [*FITTING.values(), *OTHERS.values()], ids=[*FITTING, *OTHERS])
 def test_a_plan_of_the_last_save_does_not_outlive_a_change(gpu, url, change):
     check_each_save_is_of_its_own_state(change, url, TierWriter(url, device="64MiB"), gpu.own, gpu.launch)
