@@ -21,7 +21,9 @@ from support.flipped_copies import (
 )
 from support.promises import BrokenPromiseError
 
+from tierfs.host.host import Host
 from tierfs.host.rpc.protocol import connect
+from tierfs.host.slab.budget import LOCK
 
 ROUNDS = 8
 REFUSALS = ("error: CorruptionError", "error: FormatError")
@@ -116,12 +118,13 @@ def flip_pending(world, slot, name, what, content, where):
     while world.timers:
         world.pump(0.05)
     world.until_idle(*host.slots)
-    while not listens(host):  # one that starts holds a lock of the host
+    while not listens(host):
         world.pump(0.05)
     is_stored = what == "batch"  # in the nvme tier alone
     ballast = fill(world.base / "disk") if is_stored else None
     if not is_stored:
-        host.flusher.send(signal.SIGSTOP)
+        with Host(host.state).locked(LOCK):  # so that the flusher does not keep it from the write
+            host.flusher.send(signal.SIGSTOP)
     known = world.model.path(path)
     index = known.begin([tuple(content)])
     level = "local" if is_stored else "staged"
