@@ -3,7 +3,7 @@
 from tierfs.repeated_warnings import drop_repeats
 from tierfs.store.local_changes import discard_conflict, level_of, open_conflict, wait
 from tierfs.store.maintenance.examine import Damage
-from tierfs.store.offline import check_reachable
+from tierfs.store.offline import check_reachable, while_reachable
 from tierfs.store.read.prefetch import evict, prefetch
 from tierfs.store.read.reader import Reader, load, open_entry
 from tierfs.store.read.verify import VerifyReport, verify
@@ -68,6 +68,7 @@ __all__ = [
     "usages",
     "verify",
     "wait",
+    "while_reachable",
 ]
 
 drop_repeats()

@@ -113,6 +113,25 @@ def check_reachable(store: Store) -> None:
         ask_briefly(store, lambda: store.objects.head(keys.DESCRIPTOR))
 
 
+def while_reachable(store: Store, work: Callable[[], _Answer]) -> _Answer:
+    """Return the result of ``work``, which needs the object tier. Fail if the object tier stops answering.
+
+    It is checked before, and every LOOK_S seconds meanwhile. ``work`` continues after a failure, until its own requests
+    fail. A store whose saves wait for the object tier anyway is not checked.
+
+    Raises:
+        StoreError: The object tier does not answer. The error is transient.
+        TierfsError: Raised by ``work``, or the root does not hold a store any more.
+    """
+    check_reachable(store)
+    if not writes_go_on(store) or store.descriptor.endpoint.host_local:
+        return work()
+    future = begin(work)
+    while not concurrent.futures.wait([future], LOOK_S).done:
+        check_reachable(store)
+    return future.result()
+
+
 class KnownStores:
     """The stores that this host has opened, so that it can open them while their object tier is unreachable.
 

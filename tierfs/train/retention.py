@@ -13,9 +13,9 @@ from typing import Any
 
 from tierfs.checkpoint.notes import Lines
 from tierfs.checkpoint.retention import Decision, SavedCheckpoint, check_policies, decide
-from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.host.pending.levels import Level
-from tierfs.store import check_reachable, evict
+from tierfs.store import evict
 from tierfs.train.policies import Context, listed
 from tierfs.train.run import RunDirectory
 
@@ -106,12 +106,10 @@ class Retention:
 
         Raises:
             Exception: A user's policy raised, or returned an invalid answer.
-            StoreError, ReadOnlyError: The object tier failed. If it does not answer at all, this is said within seconds:
-                the next save waits for this work.
+            StoreError, ReadOnlyError: The object tier failed.
         """
         if not any(self._policies.values()) or not (self._removes or self._evicts):
             return []
-        check_reachable(self._run.open()[0])
         saved = self._looked_at()
         if self._evicts:
             for tier in LOCAL_TIERS:
@@ -160,6 +158,8 @@ class Retention:
             self.forget(step)  # another process removed it first
             return False
         except TierfsError as error:
+            if isinstance(error, StoreError) and error.transient:
+                raise  # the removal of other steps would fail, too
             _logger.warning("%s could not be removed: %s", self._run.url_of(step), error)
             return False
         self.forget(step)

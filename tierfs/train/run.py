@@ -38,7 +38,17 @@ from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
-from tierfs.store import Store, Writer, delete, directories_in, list_directory, open_entry, save, stat_to_read
+from tierfs.store import (
+    Store,
+    Writer,
+    delete,
+    directories_in,
+    list_directory,
+    open_entry,
+    save,
+    stat_to_read,
+    while_reachable,
+)
 from tierfs.store.commit import Commits
 from tierfs.store.read.prefetch import is_held
 from tierfs.threads import transfers
@@ -286,9 +296,13 @@ class RunDirectory:
     def write_lines(self, lines: Lines) -> None:
         """Record the lines of the root's checkpoints, at the level ``object``. Raises as `Writer` does."""
         store, path = self.open(write=True)
-        writer = Writer(store, inside(path, LINES), level=Level.OBJECT)
-        writer.write(lines.encode())
-        writer.commit()
+
+        def write() -> None:
+            writer = Writer(store, inside(path, LINES), level=Level.OBJECT)
+            writer.write(lines.encode())
+            writer.commit()
+
+        while_reachable(store, write)
 
     def describe(self, step: int) -> SavedStep:
         found = self.standing(step)

@@ -25,7 +25,7 @@ from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import SaveMark
-from tierfs.store import check_reachable
+from tierfs.store import while_reachable
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World, reason_of
 from tierfs.train.handle import Health, SaveHandle, SaveOrder
@@ -173,6 +173,7 @@ class SaveThread:
         self.save_s = 0.0
         self._open = 0
         self._idle = threading.Condition()
+        self._retaining = threading.Lock()
         self._newest: SaveHandle | None = None
         self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
         self._queue: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
@@ -217,9 +218,12 @@ class SaveThread:
                 self._work_on(order)
             finally:
                 del order  # it holds a copy of the state
-                with self._idle:
-                    self._open -= 1
-                    self._idle.notify_all()
+                self._note_done()
+
+    def _note_done(self) -> None:
+        with self._idle:
+            self._open -= 1
+            self._idle.notify_all()
 
     def _work_on(self, order: SaveOrder) -> None:
         handle = order.handle
@@ -238,11 +242,21 @@ class SaveThread:
         self._retain(handle)
 
     def _retain(self, handle: SaveHandle) -> None:
-        """Record the line of the run, and apply retention."""
+        """Record the line of the run, and apply retention. The next save does not wait for a silent object tier."""
+
+        def work() -> None:
+            with self._idle:
+                self._open += 1
+            try:
+                with self._retaining:
+                    if handle.error is None:
+                        self._course.record_save(handle.step)
+                    self._keep.apply(self.context())
+            finally:
+                self._note_done()
+
         try:
-            if handle.error is None:
-                self._course.record_save(handle.step)
-            self._keep.apply(self.context())
+            while_reachable(self._run.open()[0], work)
         except TierfsError as error:
             _logger.warning(
                 "%s: the work after a save failed, and is repeated after the next: %s", self._run.url, error
@@ -356,17 +370,16 @@ class SaveThread:
     def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
         """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
         step = order.handle.step
-        try:
-            if order.overwrite:
-                return ""
-            check_reachable(self._run.open()[0])  # a save goes on within seconds if the object tier does not answer
-            if self._run.problem_of(step):
-                return ""
-            if step in self._course.newer and not self._run.is_pinned(step):
+
+        def look() -> str:
+            if self._run.problem_of(step) or (step in self._course.newer and not self._run.is_pinned(step)):
                 return ""
             there = self._run.record_of(step)
+            ranks = there.get("ranks") if there is not None else None
+            return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"
+
+        try:
+            return "" if order.overwrite else while_reachable(self._run.open()[0], look)
         except TierfsError as error:
             _logger.warning("%s: cannot check for an earlier save, so it is saved: %s", order.handle.url, error)
             return ""
-        ranks = there.get("ranks") if there is not None else None
-        return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"
