@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from tierfs.cli.app import main
 from tierfs.dcp import TierWriter
+from tierfs.format.header import CHECKSUM_BYTES, seal
 from tierfs.objects import RetryingObjects, connect
 from tierfs.session import descriptor
 from tierfs.session import open as session_open
@@ -108,6 +109,22 @@ def test_a_record_is_moved_aside_and_named(root, capsys):
     assert "lost  a: its record" in out
     assert list((root / ".tierfs" / "lost").rglob("a!"))
     assert main(["verify", f"tierfs::file://{root}"]) == 0
+
+
+def test_a_record_of_a_newer_tierfs_is_not_called_sound(root, capsys):
+    record = root / ".tierfs" / "tree" / "a!"
+    body = bytearray(record.read_bytes()[:-CHECKSUM_BYTES])
+    body[8] += 1  # its format version
+    record.write_bytes(seal(bytes(body)))
+    code, shown = repair(capsys, root)
+    assert (code, shown["whole"], shown["lost"], shown["lost_files"]) == (7, False, [], [])
+    flip(root / ".tierfs" / "tree" / "b!")
+    flip(root / ".tierfs" / "tree" / "b!", 50)
+    assert main(["repair", str(root)]) == 6
+    out = capsys.readouterr().out
+    assert "1 files lost something; 1 records could not be read" in out
+    assert main(["repair", str(root)]) == 7
+    assert "nothing is lost" not in capsys.readouterr().out
 
 
 def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.clock import Pace
-from tierfs.errors import CorruptionError, InvalidInputError, StoreError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
 from tierfs.session import parse_url
 from tierfs.session.descriptor import mend_descriptor
 from tierfs.store import Damage, Store, VerifyReport, verify
@@ -255,8 +255,9 @@ def _scrub_local_lines(report: LocalReport) -> Iterator[str]:
     progress_option,
 )
 def run_repair(arguments: argparse.Namespace) -> int:
-    """Repair, and return the exit code of damage if a file lost data."""
+    """Repair, and return the exit code of damage, or of the format if only a newer tierfs may read what is left."""
     from tierfs.store.maintenance.repair import repair  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.repair_records import NEWER  # noqa: PLC0415
     from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415
 
     if arguments.concurrency < 1:
@@ -287,13 +288,14 @@ def run_repair(arguments: argparse.Namespace) -> int:
     checkpoints = None if losses is None else [asdict(each) for each in losses]
     document = {"url": store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints}
     lines = [f"mended  .tierfs/store.json ({descriptor})"] if descriptor else []
-    code = 0 if report.is_whole else CorruptionError.exit_code
+    is_newer = not report.losses and all(each.how == NEWER for each in report.unread)
+    code = 0 if report.is_whole else FormatError.exit_code if is_newer else CorruptionError.exit_code
     return print_result(arguments, document, *lines, *_repair_lines(report, losses or ()), code=code)
 
 
 def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLoss] | None:
     """List the checkpoints that lost data; None if torch, which reads them, cannot be imported."""
-    if report.is_whole:
+    if not report.losses:
         return []
     try:
         from tierfs.checkpoint.verify import checkpoint_losses  # noqa: PLC0415 - it loads torch
@@ -328,8 +330,10 @@ def _repair_lines(report: RepairReport, losses: Sequence[CheckpointLoss]) -> Ite
         names = ", ".join(map(printable, each_loss.names[:NAMES_MAX]))
         more = f" and {len(each_loss.names) - NAMES_MAX} more" if len(each_loss.names) > NAMES_MAX else ""
         yield f"checkpoint {printable(each_loss.path)} lost {len(each_loss.names)} tensors: {names}{more}"
-    count = len(report.lost) + len(report.lost_files) + len(report.vanished)
-    state = "nothing is lost" if report.is_whole else f"{count} files lost something"
+    states = [f"{report.losses} files lost something"] if report.losses else []
+    if report.unread:
+        states.append(f"{len(report.unread)} records could not be read, so what their files lost is not known")
+    state = "; ".join(states) or "nothing is lost"
     yield (
         f"checked {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
         f"{len(report.moved)} {would}moved aside, {len(report.left)} left; {state}"

@@ -26,7 +26,7 @@ from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.repair_chunks import Healer
-from tierfs.store.maintenance.repair_records import FileLoss, Mender, RepairReport
+from tierfs.store.maintenance.repair_records import NEWER, FileLoss, Mender, RepairReport
 from tierfs.store.maintenance.scrub import read_scrub_record
 from tierfs.store.read.fetch import bad_parts, fetch
 from tierfs.store.read.reader import expand_rows
@@ -138,11 +138,7 @@ class _Repair:
         rows = self._rows(path, manifest)
         if rows is None:
             is_healed = self._report.dry_run and not any(row.name in self._lost for row in manifest.rows)
-            reason = (
-                "a run without --dry-run heals it, then checks the chunks"
-                if is_healed
-                else "it is damaged, or a newer tierfs wrote it"
-            )
+            reason = "a run without --dry-run heals it, then checks the chunks" if is_healed else NEWER
             self._report.leave(keys.record_key(path), "its table of chunks cannot be read", reason)
         return rows or ()
 
@@ -285,7 +281,7 @@ class _Repair:
         if self._is_blind:
             self._report.leave(key, problem, "a record that may name it cannot be read")
         elif kind == FormatError.kind:
-            self._report.leave(key, problem, "a newer tierfs may have written it")
+            self._report.leave(key, problem, NEWER)
         else:
             self._mender.move(key, problem, OBJECT_BYTES_MAX)
 

@@ -25,6 +25,8 @@ from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_
 from tierfs.store.write.staging import bury
 
 ALIKE_BYTES_MAX = 32
+NEWER = "a newer tierfs may have written it"
+_NOTHING_READ = "it cannot be quarantined; saving or deleting the file replaces it"
 _WRITE_ID, _RANDOM = slice(16, 32), slice(16, 24)  # the rest of a write id may be that of the host
 _logger = logging.getLogger("tierfs.repair")
 
@@ -91,8 +93,9 @@ class RepairReport:
 
     @property
     def lost_files(self) -> list[str]:
+        """The files whose record is lost: it was moved, or no byte of it can be read."""
         found = []
-        for each in self.moved:
+        for each in (*self.moved, *(left for left in self.left if left.how == _NOTHING_READ)):
             if each.key.startswith(keys.TREE):
                 try:
                     found.append(keys.parse_record_key(each.key))
@@ -101,9 +104,19 @@ class RepairReport:
         return found
 
     @property
+    def losses(self) -> int:
+        """The number of files that have lost data."""
+        return len(self.lost) + len(self.lost_files) + len(self.vanished)
+
+    @property
+    def unread(self) -> list[RepairItem]:
+        """The records that could not be read, or whose table could not. Nothing is known about the data of these files."""
+        return [each for each in self.left if each.key.startswith(keys.TREE) and each.how != _NOTHING_READ]
+
+    @property
     def is_whole(self) -> bool:
-        """Whether no file has lost data."""
-        return not (self.lost or self.lost_files or self.vanished)
+        """Whether every record was read, and no file has lost data."""
+        return not (self.losses or self.unread)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. ``rewritten`` is empty: no record is rewritten for a chunk."""
@@ -159,7 +172,7 @@ class Mender:
         except (CorruptionError, FormatError) as error:
             problem, is_newer = str(error), isinstance(error, FormatError)
         if version is None:  # no byte of it was read, so it cannot be kept aside
-            self._report.leave(key, problem, "it cannot be quarantined; saving or deleting the file replaces it")
+            self._report.leave(key, problem, _NOTHING_READ)
             return None
         for source, candidate in self._candidates(path, key, data):
             try:
@@ -176,7 +189,7 @@ class Mender:
                 self.unwritten[path] = record
             return record
         if is_newer:  # no copy shows that its header is damaged
-            self._report.leave(key, problem, "a newer tierfs may have written it")
+            self._report.leave(key, problem, NEWER)
             return None
         try:
             return self._replace(path, key, data, version, problem)
