@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import pytest
@@ -180,3 +181,30 @@ def test_its_starter_ends_without_a_complaint(tmp_path):
 
 def test_it_can_be_started_when_its_starter_is_about_to_end(tmp_path):
     assert started_by(tmp_path, "atexit") == 0
+
+
+def test_a_forked_child_asks_for_the_status_while_a_thread_of_its_parent_did(tmp_path):
+    launched = spawn(shell("sleep 60"), tmp_path / "log")
+    is_over = threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            launched.status()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(50):
+            child = os.fork()
+            if not child:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(10)
+                os._exit(int(launched.status() != 0))  # unknown: it is no child of this process
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        os.kill(launched.pid, signal.SIGKILL)
+        ended(launched)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tierfs._fork import PerProcess
 from tierfs.errors import StoreError
 
 LOG_NAME = "flusher.log"
@@ -39,7 +40,7 @@ class Launched:
 
     def status(self) -> int | None:
         """Return None while it runs, then its exit status; -N if signal N ended it, 0 if the status is unknown."""
-        with _lock:
+        with _lock():
             if self._status is None:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -90,7 +91,7 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
     return launched
 
 
-_lock = threading.Lock()
+_lock = PerProcess(threading.Lock)
 _started: list[Launched] = []
 
 
