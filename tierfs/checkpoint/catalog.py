@@ -174,7 +174,8 @@ def standing(store: Store, candidate: Candidate) -> Standing:
     saves = [save for path in candidate.announced if (save := _open_announced(store, path, found)) is not None]
     if not candidate.ranks:
         parts = sorted(saves, key=lambda save: save.note.sequence if save.note is not None else -1)[-1:]
-        found.missing.append(f"{ROOT} is not there: the save has not finished, or another save replaced it")
+        why = "the save has not finished, another save replaced it, or its removal did not finish"
+        found.missing.append(f"{ROOT} is not there: {why}")
     found.roots = {inside(part.directory, metadata_file(part.rank)): part.write_id for part in parts if part.write_id}
     found.missing += [
         f"{metadata_file(rank)} is not there: rank {rank} did not finish its save" for rank in candidate.unsaid
