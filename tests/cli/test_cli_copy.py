@@ -1,6 +1,9 @@
 """``cp``: into a store, out of it, within it and between stores."""
 
+import contextlib
+import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -10,10 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from support.waiting import HANG_S
 
 import tierfs
@@ -21,7 +27,7 @@ from tierfs.cli import main
 from tierfs.cli.files.transfer import FILES_AT_ONCE, Stopped, run_in_parallel
 from tierfs.errors import StoreError
 from tierfs.session import open_store, parse_url
-from tierfs.store import Writer, save
+from tierfs.store import Writer, delete, save
 from tierfs.testing import faults
 
 ROOT = Path(__file__).parents[2]
@@ -335,6 +341,74 @@ def test_a_failing_upload_publishes_nothing_and_stops_the_others(url, tmp_path, 
     assert "out of order" in capsys.readouterr().err
     assert "05" not in stored(f"{url}/many")
     assert len(stored(f"{url}/many")) < 49
+
+
+class Busy(MemoryFileSystem):
+    """A filesystem that calls ``strike`` once, within the given request for records below ``run/``."""
+
+    protocol = "busy"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    waits, strike = -1, staticmethod(lambda: None)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("busy://"))
+
+    @classmethod
+    def _meet(cls, path):
+        if "/tree/run/" in path:
+            cls.waits -= 1
+            if cls.waits == 0:
+                cls.strike()
+
+    def cat_file(self, path, *args, **options):
+        self._meet(path)
+        return super().cat_file(path, *args, **options)
+
+    def info(self, path, **options):
+        self._meet(path)
+        return super().info(path, **options)
+
+    def ls(self, path, *args, **options):
+        found = super().ls(path, *args, **options)
+        self._meet(f"{path}/")
+        return found
+
+
+@pytest.mark.parametrize("command", ["cp", "cp within", "materialize"])
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_copied_whole_or_not(tmp_path, command, monkeypatch, capsys):
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")  # another host saves
+    fsspec.register_implementation("busy", Busy, clobber=True)
+    url = f"tierfs::busy:///bucket/{command.replace(' ', '')}"
+    tierfs.init(url)
+    numbers = itertools.count()
+
+    def write(step):
+        number = next(numbers)
+        put(f"{url}/run/{step}/rank-00000-{number:08x}.safetensors", b"data")
+        put(f"{url}/run/{step}/.metadata", b"%08x" % number)
+        for old in range(number):
+            with contextlib.suppress(FileNotFoundError):
+                delete(*open_store(parse_url(f"{url}/run/{step}/rank-00000-{old:08x}.safetensors")))
+
+    codes = Counter()
+    for waits in itertools.count(1):
+        step, target = f"step_{waits}", f"{url}/kept" if "within" in command else str(tmp_path / "kept")
+        write(step)
+        Busy.waits, Busy.strike = waits, functools.partial(write, step)
+        words = ["materialize"] if command == "materialize" else ["cp", "-r"]
+        code = main([*words, f"{url}/run/{step}", f"{target}/{step}"])
+        is_struck, Busy.waits = Busy.waits <= 0, -1
+        codes[code] += 1
+        found = below(tmp_path / "kept" / step) if "within" not in command else stored(f"{target}/{step}")
+        if code == 0:
+            assert f"rank-00000-{found['.metadata'].decode()}.safetensors" in found, f"at request {waits}"
+        if not is_struck:
+            break
+    assert set(codes) <= {0, 3, 5}, capsys.readouterr().err
+    assert codes[0] > codes.total() / 2
 
 
 def test_several_tasks_run_at_once_and_the_first_error_ends_all():

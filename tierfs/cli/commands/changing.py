@@ -31,6 +31,7 @@ from tierfs.cli.files.transfer import FileContent, Stopped, fill_stream, read_st
 from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
+from tierfs.format.checkpoint import ROOT
 from tierfs.store import Entry, Store, copy, delete, find, make_directory, rename
 from tierfs.store.tree.kind import Kind
 
@@ -186,7 +187,10 @@ def _copy(content: FileContent, target: Place, advance: Callable[[int], object])
     """Copy one file. A copy within a store writes a manifest and no data."""
     if content.stored and isinstance(target, StorePlace) and content.stored[0] is target.store:
         advance(0)
-        copy(*content.stored, target.path)
+        store, entry = content.stored
+        # A checkpoint's metadata has to be that of the listed files. Of any other file, the newest version will do.
+        manifest = entry.manifest if entry.path.endswith(ROOT) else None
+        copy(store, entry.path, target.path, write_id=None if manifest is None else manifest.write_id)
         advance(content.size or 0)
     else:
         target.fill(_counted(content, advance), content.metadata)

@@ -32,7 +32,7 @@ from tierfs.errors import InvalidInputError
 from tierfs.format.keys import DESCRIPTOR
 from tierfs.localfile import naming
 from tierfs.mount.attributes import attributes_of
-from tierfs.store import Entry, Reader, Store, find, open_entry
+from tierfs.store import Entry, Reader, Store, open_entry
 from tierfs.units import format_bytes
 
 
@@ -200,7 +200,7 @@ def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bo
         TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
     """
     _check_is_outside(root)
-    entries = find(place.store, place.path)
+    entries = place.entries()
     files = {place.relative(entry.path): entry for entry in entries if not entry.is_directory}
     progress.expect(sum(entry.length for entry in files.values()))
     with contextlib.closing(MirrorRecord(root)) as record:

@@ -20,8 +20,9 @@ from tierfs.cli.files.transfer import (
     walk,
 )
 from tierfs.digest import DigestKind
-from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
+from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT
 from tierfs.format.descriptor import Capabilities, Descriptor
 from tierfs.host.pending.levels import Level
 from tierfs.objects.registry import connect
@@ -34,6 +35,7 @@ from tierfs.store.tree.kind import Kind
 IN_STORE = ("tierfs::", "tierfs://")
 NO_TIERS = TierOptions(ack="object", ram="0", nvme="0", peers="0")
 _LATEST_OR_BEST = re.compile(r"(^|/)(latest|best(:[^:/]+(:max)?)?)$")
+_LISTINGS_MAX = 5
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
 
 
@@ -131,9 +133,31 @@ class StorePlace:
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
+    def entries(self) -> list[Entry]:
+        """Return every entry below, for a copy: the files of each checkpoint are those of one save.
+
+        Raises:
+            ConflictError: The checkpoints are saved again and again while they are listed.
+        """
+        before: dict[str, bytes] = {}
+        for _ in range(_LISTINGS_MAX):
+            entries = find(self.store, self.path)
+            roots = {
+                each.path: each.manifest.write_id for each in entries if each.manifest and each.path.endswith(ROOT)
+            }
+            # A checkpoint's files are there before its metadata. So a listing between two looks at one version of the
+            # metadata has them all.
+            if roots.items() <= before.items():
+                return entries
+            before = roots
+        raise ConflictError(
+            f"{self.url} was saved again each time it was listed: copy it when the saves are less frequent",
+            path=self.url,
+        )
+
     def contents(self) -> Iterator[tuple[str, FileContent | None]]:
         """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
-        for entry in find(self.store, self.path):
+        for entry in self.entries():
             relative = self.relative(entry.path)
             yield relative, None if entry.is_directory else stored_content(self.store, entry)
 

@@ -36,13 +36,13 @@ class FileContent:
         size: In bytes; None for a pipe or device, whose size is unknown until its end.
         pieces: Yields the bytes in order. Each piece is valid until the next one is read.
         metadata: Of a file in a store, as its user set it.
-        stored: The store and the path of a file in a store.
+        stored: The store and the entry of a file in a store.
     """
 
     size: int | None
     pieces: Callable[[], Iterator[memoryview]]
     metadata: Mapping[str, object] | None = None
-    stored: tuple[Store, str] | None = None
+    stored: tuple[Store, Entry] | None = None
 
 
 def local_content(path: str, size: int | None = None) -> FileContent:
@@ -63,7 +63,7 @@ def stored_content(store: Store, entry: Entry) -> FileContent:
         return read_pieces(reader, 0, reader.length)
 
     metadata = entry.manifest.metadata if entry.manifest is not None else None
-    return FileContent(entry.length, pieces, metadata, (store, entry.path))
+    return FileContent(entry.length, pieces, metadata, (store, entry))
 
 
 def fill_local(path: str, pieces: Iterable[memoryview]) -> None:

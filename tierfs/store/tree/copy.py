@@ -29,15 +29,17 @@ from tierfs.store.write.writer import Writer
 COPY_BYTES = 8 << 20
 
 
-def copy(store: Store, source: str, target: str) -> None:
+def copy(store: Store, source: str, target: str, *, write_id: bytes | None = None) -> None:
     """Copy the file ``source`` to ``target``, and replace the file there. One manifest is written.
 
-    If tierfs did not write the source, its bytes are read and stored.
+    If tierfs did not write the source, its bytes are read and stored. ``write_id`` is that of the only version to copy;
+    ``None`` for any.
 
     Raises:
         NotFoundError: There is no file at ``source``.
         ReadOnlyError: ``target`` holds a file that tierfs did not write.
-        ConflictError: Another writer changed ``target`` after this call observed it. That version stands.
+        ConflictError: Another writer changed ``target`` after this call observed it. That version stands. Or ``source``
+            holds another version.
         StoreError: The object tier failed. If the error is transient, ``target`` may or may not be written.
     """
     # Observe once: a draft's rows differ from those of its published record, which a second look may find.
@@ -49,6 +51,8 @@ def copy(store: Store, source: str, target: str) -> None:
         if source != target:
             _copy_bytes(store, entry, store, target)
         return
+    if write_id not in (None, observed.manifest.write_id):
+        raise ConflictError(f"{store.where(source)} was saved again while it was copied: copy it again", path=source)
     if source == target:
         return
     now_ns = store.clock.now_ns()
