@@ -283,6 +283,12 @@ def a_writer_object_travels_to_the_process(rank: Rank) -> None:
     assert trainer.fingerprint() == expected
 
 
+def a_process_saves_what_a_tier_writer_staged(rank: Rank) -> None:
+    from support.writer_ranks import in_a_process
+
+    in_a_process(f"{rank.lab.root}/staged", rank.mesh)
+
+
 def a_process_reports_what_went_wrong_and_saves_the_next_one(rank: Rank) -> None:
     state = {"own": torch.full((3,), 2.0)}
     nowhere = f"tierfs::file://{rank.lab.directory}/no-store-here/ck"
@@ -370,6 +376,7 @@ SCENARIOS = (
     a_process_saves_the_state_as_it_was_when_it_was_asked_to,
     a_process_finds_a_named_store_with_nothing_but_its_url,
     a_writer_object_travels_to_the_process,
+    a_process_saves_what_a_tier_writer_staged,
     a_process_reports_what_went_wrong_and_saves_the_next_one,
     ranks_that_write_the_same_bytes_at_once_store_them_once,
     an_error_crosses_ranks_with_its_path_and_kind,

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from support.dcp_ranks import stop_checkpoint_process
 from support.held_planner import Held
 from support.waiting import HANG_S
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
@@ -94,7 +93,10 @@ def staged(url: str, mesh: DeviceMesh) -> None:
 
 
 def in_a_process(url: str, mesh: DeviceMesh) -> None:
-    """Another process saves what the writer staged, or torch's own stager, as torchtitan's pinned mode does."""
+    """Another process saves what the writer staged, or torch's own stager, as torchtitan's pinned mode does.
+
+    `dcp_ranks` runs it: those ranks have such a process, which takes seconds to start.
+    """
     torchs = DefaultStager(StagingOptions(False, True, False, False))
     for seed, layout, stager in ((1, "tierfs", None), (2, "tierfs", torchs), (3, "dcp", None)):
         live = sharded(mesh, seed, [Shard(0)])
@@ -114,7 +116,6 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
     check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
-    stop_checkpoint_process()
 
 
 def stock_layout(url: str, mesh: DeviceMesh) -> None:
@@ -561,7 +562,6 @@ SCENARIOS = {
     for scenario in (
         resharding,
         staged,
-        in_a_process,
         stock_layout,
         failure,
         failure_of_the_coordinator,
