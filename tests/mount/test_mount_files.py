@@ -9,6 +9,7 @@ import time
 from datetime import datetime, timezone
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from support.mount_hand import Hand
 
 from tierfs import store as verbs
@@ -359,7 +360,7 @@ def test_a_truncation_by_path_is_published_at_once(hand):
 
 
 def test_a_file_that_tierfs_did_not_write_is_read_only(hand, tmp_path):
-    (tmp_path / "store" / "theirs").write_bytes(b"abc")
+    MemoryFileSystem().pipe_file(f"{tmp_path}/store/theirs", b"abc")
     assert hand.read_file("theirs") == b"abc"
     with pytest.raises(PermissionError):
         hand.open("theirs", os.O_RDWR)
@@ -384,7 +385,7 @@ def test_sequential_reads_give_their_memory_back(hand):
 
 
 def test_a_file_that_tierfs_did_not_write_cannot_be_changed_by_its_path(hand, tmp_path):
-    (tmp_path / "store" / "theirs").write_bytes(b"abc")
+    MemoryFileSystem().pipe_file(f"{tmp_path}/store/theirs", b"abc")
     hand.write_file("ours", b"x")
     node, root = hand.node("theirs"), hand.state.nodes.root
     for change in (

@@ -26,6 +26,7 @@ from tierfs.mount.process import refuse_own_places
 from tierfs.mount.requests import FLUSH
 from tierfs.mount.server import Server
 from tierfs.mount.wire import Opcode, Valid, errno_of
+from tierfs.session import init, open_store, parse_url
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
 
 
@@ -280,7 +281,9 @@ def test_a_flush_may_take_as_long_as_umount_says(kernel_of, hand, monkeypatch):
     assert kernel.ask(Opcode.SETXATTR, body=body) == (0, b"")
 
 
-def test_a_mount_does_not_hide_what_it_reads_itself(hand, tmp_path):
+def test_a_mount_does_not_hide_what_it_reads_itself(tmp_path):
+    init(f"file://{tmp_path}/store")
+    hand = Hand(open_store(parse_url(f"file://{tmp_path}/store"))[0], tmp_path / "staging")
     for place in ("store", "store/below", "staging", "."):
         with pytest.raises(InvalidInputError, match="cannot mount on"):
             refuse_own_places(hand.state, tmp_path / place)

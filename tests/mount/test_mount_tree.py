@@ -224,7 +224,7 @@ def test_a_rename_that_makes_a_path_too_long_moves_nothing(hand):
 def test_a_name_is_taken_at_once_while_its_file_is_stored(hand, monkeypatch, remove):
     hand.tree.make_directory(*hand.parent("d"), 0o755)
     handle = hand.create("d/big", flags=os.O_RDWR | os.O_CREAT)
-    hand.files.allocate(handle, 0, 50 * COPY_BYTES, 0)
+    hand.files.allocate(handle, 0, 20 * COPY_BYTES, 0)
     hand.write_file("a", b"x")
     begun, pieces, write = threading.Event(), [], verbs.Writer.write
 
@@ -247,12 +247,12 @@ def test_a_name_is_taken_at_once_while_its_file_is_stored(hand, monkeypatch, rem
                 rename(hand, "a", "d/big")
             case "rename the directory":
                 rename(hand, "d", "e")
-        assert len(pieces) < 40
+        assert len(pieces) < 15
         monkeypatch.undo()
         stored.result(HANG_S)
     there = "e/big" if remove == "rename the directory" else "d/moved" if remove == "rename" else ""
     found = {entry.path: entry.length for entry in verbs.find(hand.state.store, "") if not entry.is_directory}
-    assert found == {"d/big" if remove == "rename over" else "a": 1} | ({there: 50 * COPY_BYTES} if there else {})
+    assert found == {"d/big" if remove == "rename over" else "a": 1} | ({there: 20 * COPY_BYTES} if there else {})
 
 
 def test_the_private_directory_is_hidden(hand):

@@ -41,12 +41,13 @@ def outcomes_of(*changes):
 
 @pytest.fixture
 def slow_looks(monkeypatch):
-    """Delay the seal after the check of the version that it replaces."""
+    """Delay the seals of `outcomes_of` after the check of the version that they replace."""
     look = staging._check_unchanged
 
     def look_slowly(*arguments):
         look(*arguments)
-        time.sleep(0.3)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
 
     monkeypatch.setattr(staging, "_check_unchanged", look_slowly)
 

@@ -43,12 +43,19 @@ def out_of(error, refused, monkeypatch):
 
 
 @pytest.fixture
+def quick(monkeypatch):
+    """The flusher sweeps often, and soon stops trying to open a segment."""
+    monkeypatch.setattr("tierfs.flusher.flusher.SWEEP_S", 0.1)
+    monkeypatch.setattr("tierfs.flusher.flusher.SEE_S_MAX", 0.3)
+
+
+@pytest.fixture
 def left(tmp_path, root, descriptor):
     """Files that a dead process saved as ``staged`` in two segments while the object tier was unreachable."""
-    files = {f"f{number}": content(BIG) for number in range(FILES)}
+    files = {f"f{number}": content(17 * MIB) for number in range(FILES)}
 
     def leave():
-        host = Host(tmp_path, Gate(root), descriptor, ram=256 * MIB, nvme=0)
+        host = Host(tmp_path, Gate(root), descriptor, ram=96 * MIB, nvme=0)
         host.objects.down = True
         for path, data in files.items():
             save(host.store, path, data)
@@ -68,10 +75,10 @@ def left(tmp_path, root, descriptor):
 def test_an_unopenable_segment_loses_nothing(left, make_host, monkeypatch, which, error):
     files, names = left
     with out_of(error, names[which], monkeypatch):
-        host = make_host(ram=256 * MIB, nvme=0)
+        host = make_host(ram=96 * MIB, nvme=0)
         host.tiers.writer.announce()
         with pytest.raises(TimeoutError, match="cannot be opened"):
-            wait(host.store, "", Level.OBJECT, 2.5)
+            wait(host.store, "", Level.OBJECT, 0.5)
         assert status(host.store)["unread_segments"] == 1
     wait(host.store, "", Level.OBJECT)
     assert {path: load(host.plain(), path) for path in files} == files
@@ -86,7 +93,7 @@ def test_files_in_a_damaged_segment_are_not_called_safe(left, make_host, tmp_pat
         head = file.read(at + 1)
         file.seek(at)
         file.write(bytes([head[at] ^ 0x40]))
-    host = make_host(ram=256 * MIB, nvme=0)
+    host = make_host(ram=96 * MIB, nvme=0)
     host.tiers.writer.announce()
     for _ in range(2):
         with pytest.raises(CorruptionError, match=rf"{names[0]} is no longer a valid segment.*delete that file"):
@@ -164,15 +171,16 @@ def test_new_segments_are_made_after_the_folder_was_removed(flushing):
     assert {path: load(flushing.plain(), path) for path in files} == files
 
 
+@pytest.mark.usefixtures("quick")
 def test_open_segments_of_a_dead_process_outlive_their_files(left, make_host):
     files, _ = left
-    host = make_host(ram=256 * MIB, nvme=0)
+    host = make_host(ram=96 * MIB, nvme=0)
     with host.held():
         host.tiers.writer.announce()
         until(lambda: status(host.store)["queue_files"] == len(files))
         for path in host.tiers.ram.host.segments.glob("*.slab"):
             path.unlink()
-        time.sleep(1.5)  # time for the flusher to look again
+        time.sleep(0.5)  # time for the flusher to look again
     host.flusher.wait("", Level.OBJECT)
     assert {path: load(host.plain(), path) for path in files} == files
 
@@ -194,6 +202,7 @@ def spilled(tmp_path, root, descriptor):
     return data, (tmp_path / "name").read_text()
 
 
+@pytest.mark.usefixtures("quick")
 def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, monkeypatch):
     data, name = spilled
     with out_of(MemoryError(), name, monkeypatch):
@@ -204,16 +213,16 @@ def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, mon
         # It passes through all local tiers, so it waits for the object tier.
         with pytest.raises(StoreError, match="cannot be opened, and may hold the awaited change"):
             save(host.store, "g", content(100 * MIB))
-        time.sleep(3)  # time for the flusher to sweep
+        time.sleep(0.5)  # time for the flusher to sweep
     wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "f") == data
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monkeypatch):
-    monkeypatch.setattr("tierfs.flusher.flusher.SEE_S_MAX", 0.3)
     _, names = left
     with out_of(OSError(errno.ENOMEM, "no memory"), names[0], monkeypatch):
-        host = make_host(ram=256 * MIB, nvme=0)
+        host = make_host(ram=96 * MIB, nvme=0)
         host.tiers.writer.announce()
         with pytest.raises(StoreError, match="cannot be opened, and may hold the awaited change"):
             wait(host.store, "", Level.OBJECT)
@@ -260,7 +269,7 @@ def test_a_file_in_a_segment_that_was_cut_short_is_damaged_and_not_missing(left,
     save(Store(objects, make_host("elsewhere").descriptor, url="memory://store"), "run/published", b"published")
     for name in names:
         os.truncate(Path((tmp_path / "folder").read_text()) / name, size)
-    store = make_host(ram=256 * MIB, nvme=0).store
+    store = make_host(ram=96 * MIB, nvme=0).store
     lost = min(files)
     for read in (
         lambda: load(store, lost),
