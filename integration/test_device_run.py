@@ -1,4 +1,4 @@
-"""`integration/device/run.sh` without a GPU reports that there is none, and succeeds."""
+"""`integration/device/run.sh` without a GPU skips, and the tests that need a GPU pass on an emulated one."""
 
 import os
 import subprocess
@@ -9,18 +9,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run integration/device/run.sh")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run the script itself")
-def test_the_gpu_script_skips_with_a_reason(tmp_path):
-    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
-    done = subprocess.run(
-        ["bash", str(ROOT / "integration" / "device" / "run.sh")],
+def run(command, timeout_s, **environment):
+    return subprocess.run(
+        command,
         capture_output=True,
         text=True,
-        env=environment,
-        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=timeout_s,
         check=False,
     )
+
+
+def test_the_gpu_script_skips_with_a_reason(tmp_path):
+    done = run(["bash", "integration/device/run.sh"], 120, OUT=str(tmp_path), PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert "skipped: torch sees no CUDA device" in done.stdout
+
+
+def test_tests_for_a_gpu_pass_on_an_emulated_one():
+    options = ["-q", "-p", "support.emulated_cuda", "-p", "no:cacheprovider", "-m", "cuda", "-n", "0"]
+    done = run([sys.executable, "-m", "pytest", *options, "tests/device"], 800, PYTHONPATH=str(ROOT / "tests"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]
