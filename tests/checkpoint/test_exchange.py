@@ -120,10 +120,10 @@ def test_parts_are_imported_by_processes(tmp_path, monkeypatch, in_parts_of, cap
     assert main(["init", str(target)]) == 0
     in_parts_of(400_000)
     url = f"tierfs::file://{target}/back"
-    assert main(["checkpoint", "import", str(source), url, "--executor", "processes:2"]) == 0
+    assert main(["checkpoint", "import", str(source), url, "--executor", "processes:1"]) == 0
     assert main(["checkpoint", "diff", str(source), url]) == 0
     assert len(open_checkpoint(*Address.of(url, {}).open()).files()) == 3
-    assert main(["checkpoint", "import", str(source / ".metadata"), f"{url}2", "--executor", "processes:2"]) != 0
+    assert main(["checkpoint", "import", str(source / ".metadata"), f"{url}2", "--executor", "processes:1"]) != 0
     assert "omit --executor" in capsys.readouterr().err
 
 

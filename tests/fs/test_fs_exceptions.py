@@ -45,6 +45,12 @@ def name_of(parameter) -> str:
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+@pytest.fixture
+def place(memory_place):
+    """Handles are the same over any object tier."""
+    return memory_place
+
+
 @pytest.fixture(params=DOORS, ids=name_of)
 def door(request, place):
     """``(open, convert)``: one opens ``a`` for writing, the other converts bytes to the type that it takes."""

@@ -21,6 +21,12 @@ INLINE = 64 << 10
 TEXT = "first\nzweite Zeile: äöü €\nthird\n" * 1000
 
 
+@pytest.fixture
+def place(memory_place):
+    """Handles are the same over any object tier."""
+    return memory_place
+
+
 @pytest.mark.parametrize("mode", ["", "b", "t", "r+b", "w+", "w+b", "rw", "rwb", "rbb", "rbt", "ww", "rU", "zb"])
 def test_a_mode_that_is_none_is_refused_as_it_was_given(place, mode):
     place.fs.pipe(place / "a", b"old")

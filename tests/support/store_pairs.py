@@ -40,7 +40,7 @@ TIERS = {
     "tight": {"ram": "4MiB", "nvme": "0"},
 }
 LEASE_S, GRACE_S = 1, 2
-MARGIN_S = 3
+MARGIN_S = 2.1
 """A chunk counts as old after a grace and 2 s."""
 RUNS_MAX = 5
 """A run finds shard files that no save names, the next ones delete them, their list, condemn and delete the chunks."""
