@@ -37,8 +37,8 @@ def state_on(gpu, seed=0, large=3 * MIB):
     return {
         "model": {
             "large": gpu.own(torch.randn(large // 4)),
-            "matrix": gpu.own(torch.randn(1 << 10, 257)).t(),
-            "bf16": gpu.own(torch.randn(MIB).bfloat16()),
+            "matrix": gpu.own(torch.randn(200, 257)).t(),
+            "bf16": gpu.own(torch.randn(70_000).bfloat16()),
             "small": gpu.own(torch.randn(1000)),
             "bytes": gpu.own(torch.arange(77, dtype=torch.uint8)),
             "flags": gpu.own(torch.rand(33) > 0.5),
