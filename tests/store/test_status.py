@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -16,6 +17,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
 from tierfs.session.settings import TierOptions, resolve
 from tierfs.store import evict, load, save, status, wait
+from tierfs.store.status import leave_note, read_notes
 from tierfs.store.store import Store
 
 
@@ -254,3 +256,11 @@ def test_a_setting_that_makes_no_sense_is_refused(name, value):
 def test_a_timeout_may_be_infinite(timeout):
     found = resolve(TierOptions(timeout=timeout), "0" * 32, host_local=True, process_local=False)
     assert found.timeout_s is None
+
+
+def test_saves_that_end_at_once_leave_one_note(make_host):
+    store = make_host().store
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: leave_note(store, {"snapshots": number}), range(400)))
+    assert not store.tiers.counters["no_device_note"]
+    assert read_notes(store)["snapshots"] in range(400)

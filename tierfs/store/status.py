@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -212,7 +213,7 @@ def leave_note(store: Store, report: Mapping[str, Any]) -> None:
     host = store.tiers.ram.host
     try:
         path = host.store_directory(store.descriptor.uuid) / f"{_NOTE_PREFIX}{host.owner()}{_NOTE_SUFFIX}"
-        new = path.with_suffix(".new")
+        new = path.with_suffix(f".{threading.get_ident()}.new")  # two saves may end at the same time
         new.write_text(json.dumps({**report, "written_ns": time.time_ns()}))
         os.replace(new, path)
     except (OSError, TierfsError) as error:
