@@ -14,7 +14,7 @@ from tierfs.train import Manager, TrainState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata calls it
 OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Items(Dataset):
