@@ -9,7 +9,7 @@ import tierfs
 
 PUBLIC = {
     "tierfs": ["TierFileSystem", "TierfsError", "__version__", "init", "mount"],
-    "tierfs.dcp": ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"],
+    "tierfs.dcp": ["TierLoadPlanner", "TierReader", "TierSavePlanner", "TierWriter", "install", "uninstall"],
     "tierfs.device": ["DeviceTier", "Drain", "Gate"],
     "tierfs.experimental.activations": ["Activations"],
     "tierfs.fs": ["TierFileSystem"],

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_states import copy_into, tensors_of
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from tierfs.dcp import TierWriter
+from tierfs.dcp import TierSavePlanner, TierWriter
 
 COPY = "copy_ into warm memory"
 KEPT = "stock async_save, kept stager, 2 threads"
@@ -70,7 +70,9 @@ class Tierfs:
         return f"{self.url}/{directory.name}"
 
     def begin(self, state: Any, directory: Path) -> Callable[[], object]:
-        future = dcp.async_save(state, storage_writer=self.writer, checkpoint_id=self.checkpoint(directory))
+        future = dcp.async_save(
+            state, storage_writer=self.writer, checkpoint_id=self.checkpoint(directory), planner=TierSavePlanner()
+        )
 
         def wait() -> None:
             future.result()

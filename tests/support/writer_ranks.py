@@ -29,8 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support.held_planner import Held
+from support.saved_files import content_of
 from support.waiting import HANG_S
-from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp import TierLoadPlanner, TierReader, TierSavePlanner, TierWriter
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.errors import InvalidInputError, NotFoundError
 
@@ -557,6 +558,55 @@ def a_group_of_one(url: str, mesh: DeviceMesh) -> None:
         raise AssertionError("the pickle of one plan gave another")
 
 
+def plans_that_are_kept(url: str, mesh: DeviceMesh) -> None:
+    """`TierSavePlanner` saves what torch's planner saves, whatever changes on one rank or all, and in other groups."""
+    rank, alone = dist.get_rank(), [dist.new_group([rank]) for rank in range(WORLD)]
+    state = replicated(mesh, 0)
+    del state["tied"]
+    state["rows"] = distribute_tensor(whole(1), mesh, [Shard(0)])
+
+    def changes() -> Iterator[None]:
+        """Change the state, and yield it several times."""
+        yield from (None, None, None, None)
+        state["rows"] = distribute_tensor(whole(2), mesh, [Shard(1)])
+        yield from (None, None)
+        if rank == 1:
+            state["mine"] = torch.ones(3)
+        yield from (None, None)
+        if rank == 1:
+            state["mine"] = torch.ones(3, dtype=torch.float64)
+        yield from (None, None)
+        state["layer0"]["weight"] = whole(3).half()
+        yield from (None, None)
+        if rank == 0:
+            state["step of rank 0"] = 4
+        yield from (None, None)
+
+    kinds = {"ours": TierSavePlanner, "torch": DefaultSavePlanner}
+    writers = {name: TierWriter(f"{url}/{name}", **OPTIONS) for name in kinds}
+
+    def save(number: int, state: dict[str, Any], group: Any) -> None:
+        tables, contents = [], []
+        for name, kind in kinds.items():
+            where = f"{url}/{name}/{number}" + (f"-{rank}" if group is not None else "")
+            options = {"planner": kind(), "process_group": group, "checkpoint_id": where}
+            metadata = dcp.async_save(state, storage_writer=writers[name], **options).result()
+            assert metadata.storage_meta.save_id == writers[name].save_id
+            tables.append(metadata.state_dict_metadata)
+            dist.barrier()
+            contents += [content_of(where, **OPTIONS)] if rank == 0 or group is not None else []
+        assert tables[0] == tables[1]
+        assert contents[:1] == contents[1:], number
+
+    for number, _ in enumerate(changes()):
+        state["step"] = number
+        state["layer1"]["weight"] += 1
+        save(number, state, None)
+    writers = {name: TierWriter(f"{url}/{name}", **OPTIONS) for name in kinds}
+    for number, group in enumerate((None, None, alone[rank], None, alone[rank], alone[rank], None), 100):
+        save(number, {f"of rank {rank}": whole(number)}, group)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -577,6 +627,7 @@ SCENARIOS = {
         on_their_own,
         plans_sent_to_the_coordinator,
         a_group_of_one,
+        plans_that_are_kept,
     )
 }
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on a store: writer, reader, planner. They need torch, and are imported at first use."""
+"""torch.distributed.checkpoint on a store: writer, reader, planners. They need torch, and are imported at first use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierfs.dcp.installing import install, uninstall
-    from tierfs.dcp.planner import TierLoadPlanner
+    from tierfs.dcp.planner import TierLoadPlanner, TierSavePlanner
     from tierfs.dcp.reader import TierReader
     from tierfs.dcp.writer import TierWriter
 
-__all__ = ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"]
+__all__ = ["TierLoadPlanner", "TierReader", "TierSavePlanner", "TierWriter", "install", "uninstall"]
 
 _HOMES = {
     "TierLoadPlanner": "tierfs.dcp.planner",
     "TierReader": "tierfs.dcp.reader",
+    "TierSavePlanner": "tierfs.dcp.planner",
     "TierWriter": "tierfs.dcp.writer",
     "install": "tierfs.dcp.installing",
     "uninstall": "tierfs.dcp.installing",

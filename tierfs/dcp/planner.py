@@ -1,6 +1,6 @@
-"""A load planner that runs no code from a checkpoint.
+"""A load planner that runs no code from a checkpoint, and a save planner that plans an unchanged state once.
 
-torch's own planner unpickles objects (values that are not tensors) with ``weights_only=False``. So anyone who can write
+torch's own load planner unpickles objects (values that are not tensors) with ``weights_only=False``. So anyone who can write
 a checkpoint can run code wherever it is loaded.
 """
 
@@ -13,16 +13,24 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from tierfs._fork import PerProcess
 from tierfs.dcp import objects
 from tierfs.dcp.objects import ALLOWED, aliases, globals_in, runs_code
+from tierfs.dcp.save.saves import plan_read
+from tierfs.dcp.save.state_plan import KeptPlans
 from tierfs.errors import InvalidInputError
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
@@ -31,6 +39,57 @@ _LACKING = re.compile(r"Can only (append|extend|SETITEM)|Unsupported operand 139
 _TORCHS_OWN = frozenset({DefaultLoadPlanner, _EmptyStateDictLoadPlanner})
 _allowing = PerProcess(threading.RLock)
 """Held while torch's list of safe globals, one for the whole process, contains the globals allowed for one value."""
+
+
+_KEPT_ITEMS_MAX = 1 << 16
+"""Items of all ranks. The coordinator keeps about 2 KB for each."""
+
+
+class TierSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
+    """torch's `DefaultSavePlanner`, except that it plans a state once that `TierWriter` stages again and again.
+
+    The arguments are as for `DefaultSavePlanner`. While all ranks stage tensors of the same names, dtypes, shapes and
+    placements, and objects of the same names, the plans and the metadata are those of the last save. If anything
+    differs, and for any other state, each save is planned anew.
+    """
+
+    _kept: KeptPlans | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        plan = plan_read(state_dict)
+        is_usual = type(self) is TierSavePlanner and self.flatten_state_dict and not self._enable_plan_caching
+        # A mapping that no plan describes may hold tensors by now.
+        tensors = [
+            name
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+        ]
+        self._kept = plan.kept if plan is not None and is_usual and plan.names == tensors else None
+
+    def create_local_plan(self) -> SavePlan:
+        kept = self._kept
+        if kept is None:
+            return super().create_local_plan()
+        if kept.local is None or list(kept.local.planner_data.items()) != list(self.mappings.items()):
+            kept.local = super().create_local_plan()
+        self.plan = kept.local
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        kept, given = self._kept, [*all_plans, self.dedup_save_to_lowest_rank]
+        if kept is not None and kept.planned is not None and kept.planned[0] == given:
+            plans, metadata = kept.planned[1]
+        else:
+            plans, metadata = super().create_global_plan(all_plans)
+            if kept is not None and sum(len(plan.items) for plan in all_plans) <= _KEPT_ITEMS_MAX:
+                kept.planned = given, (plans, metadata)
+        self.global_plan = plans
+        # The writer completes the metadata, and a program may change it.
+        self.metadata = replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
+        return list(plans), self.metadata
 
 
 class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's classes are untyped here

@@ -67,7 +67,7 @@ def stage(
         values = known.values_of(state_dict, delegated) if known is not None else None
     if known is not None and values is not None and (others := _copies_of(values.others)) is not None:
         later = begin_tensors(file, known.layout, values.parts, values.addresses, at_once=False)
-        state = StagedState(partial(known.build, others=others), known.keys, save, later)
+        state = StagedState(partial(known.build, others=others), known.keys, save, later, known)
         later.begin()  # last: Python on two threads is slower than on one
         return state, known
     return _staged_by_value(state_dict, file, save), None

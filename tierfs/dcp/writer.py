@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -344,7 +345,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             store, path = save.target.open(write=True)
             # This rank does not store these items. The coordinator checks that another rank does.
             results = [WriteResult(index, 0, None) for index in save.delegated or delegated_by(plan)]
-            items = [(item, planner.resolve_data(item)) for item in plan.items]
+            with torch.no_grad():  # otherwise `to_local` of a DTensor records a function for autograd
+                items = [(item, planner.resolve_data(item)) for item in plan.items]
             checks.check_planned(items)
             if self._replicas is not None:
                 has_delegated = bool(save.delegated) or save.offered is None

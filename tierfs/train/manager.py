@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tierfs.checkpoint.retention import Best, Every
+from tierfs.dcp import TierSavePlanner
 from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
@@ -65,7 +66,7 @@ class Manager:
         verify_after_save: Whether each save is read back before it counts as done.
         on_corrupt: ``"previous"``: `restore` passes over a step that cannot be loaded. ``"raise"``: it raises.
         timeout: Seconds that a rank waits for the others, and that `close` waits for saves in flight.
-        planner: Returns a new DCP save planner for each save; ``None`` for torch's own.
+        planner: Returns a new DCP save planner for each save; ``None`` for torch's own. `TierSavePlanner` saves the same.
         files: Returns small files by name, which a save writes beside the checkpoint before it publishes it. Called on
             rank 0, on the thread that saves, with the step and the shard file of each saved value by name.
         **options: Options of `TierWriter`: ``stage``, ``device``, ``ram``, ``nvme``, ``state_dir``, ``create``, and a
@@ -90,7 +91,7 @@ class Manager:
         verify_after_save: bool = False,
         on_corrupt: str = "previous",
         timeout: float = 1800.0,
-        planner: Callable[[], SavePlanner] | None = None,
+        planner: Callable[[], SavePlanner] | None = TierSavePlanner,
         files: Files | None = None,
         **options: Any,
     ) -> None:

@@ -9,6 +9,7 @@ stored. They learn it from the metadata, which DCP sends to them: unpickling tha
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from tierfs.gc_pause import LINGER_S, detached, planning
 
 if TYPE_CHECKING:
     from tierfs.dcp.save.gpu_tensors import Later
+    from tierfs.dcp.save.state_plan import StatePlan
 
 ALIGN_BYTES = 64
 
@@ -143,13 +145,22 @@ class Saves:
 
 
 _thread = threading.local()
-"""``read``: the save of the staged state that this thread read last. ``stored``: the save whose part it stored last.
-``own``: the `_Own` that this thread pickled last in a save."""
+"""``read``: the save of the staged state that this thread read last. ``state``: that state, weakly. ``stored``: the save
+whose part it stored last. ``own``: the `_Own` that this thread pickled last in a save."""
 
 
 def forget_read() -> None:
     """Forget the staged state that this thread read: the state of the next save is read after this."""
     _thread.read = None
+
+
+def plan_read(state_dict: Mapping[str, Any]) -> StatePlan | None:
+    """Return the plan of a state dict, if it has the values of the staged state that this thread read last."""
+    found: weakref.ref[StagedState] | None = getattr(_thread, "state", None)
+    state = found() if found is not None else None
+    if state is None or len(state) != len(state_dict):
+        return None
+    return state.plan if all(map(operator.is_, dict.values(state), state_dict.values())) else None
 
 
 def note_stored(save: Save) -> None:
@@ -202,6 +213,7 @@ class StagedState(dict[str, Any]):
             own. They may be anywhere in it, and be the local parts of DTensors and ShardedTensors.
         keys: Of the content.
         save: The save that it was staged for, if any.
+        plan: How it was staged, if a plan describes it.
         later: Has the staged tensors; ``None`` if nothing was staged.
 
     Attributes:
@@ -214,9 +226,11 @@ class StagedState(dict[str, Any]):
         keys: Iterable[str],
         save: Save | None,
         later: Later | None,
+        plan: StatePlan | None = None,
     ) -> None:
         super().__init__(dict.fromkeys(keys))
         self.save = save
+        self.plan = plan
         self.file = later.file if later is not None else None
         self._views: Sequence[torch.Tensor] = ()
         self._later = later
@@ -246,7 +260,7 @@ class StagedState(dict[str, Any]):
         """Return the items. DCP calls this first on the state that it saves, on the thread that saves it."""
         self.wait()
         if self.save is not None:
-            _thread.read = self.save
+            _thread.read, _thread.state = self.save, weakref.ref(self)
         return super().items()
 
     def values(self) -> Any:

@@ -12,11 +12,14 @@ import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.save.copy import Addresses
@@ -160,17 +163,34 @@ class StateValues:
         return [numbers[each] for each in ids]
 
 
+@dataclass(eq=False)
+class KeptPlans:
+    """The plans of the last save, as `TierSavePlanner` made them.
+
+    Attributes:
+        local: Of this rank.
+        planned: On the coordinator, what the global plan was made from, and the global plan with its metadata.
+    """
+
+    local: SavePlan | None = None
+    planned: tuple[Any, tuple[list[SavePlan], Metadata]] | None = None
+
+
 class StatePlan:
     """The structure of a state, and how its tensors are staged.
 
     Attributes:
         keys: The state's keys.
+        names: Of its tensors, in order.
+        kept: How it was saved.
         layout: Of the tensors that are staged.
     """
 
     def __init__(self, root: _Nest, names: Sequence[str], values: StateValues, taken: Mapping[str, Any]) -> None:
         self._root = root
         self.keys: Sequence[str] = root.keys or ()
+        self.names = names
+        self.kept = KeptPlans()
         self._taken = taken
         self._numbers = values.join()
         named: dict[int, list[str]] = {}
