@@ -38,7 +38,7 @@ from typing import Any
 SMALL_SHARE = 0.35  # most of the budget that the quick rows may take
 PARTS = ("small", "big")
 SHM_STATES = 3.5  # 2.25 for the ram tier and 1 for stock, rounded up
-STATES_WRITTEN = 12  # by all rows
+STATES_WRITTEN = 16  # by all rows
 WRITING_SHARE = 0.8  # of the time at most; several threads write faster than the one that `_disk` times
 SIZE_MIN = 64 << 20
 SPARE_S = 8.0  # to stop flushers and delete files

@@ -117,7 +117,7 @@ PY
 )
     rm -f "$file"
     free=$(df --output=avail -B1 /dev/shm | tail -n 1)
-    # The bench writes twelve states. Below 2 GB/s it would mostly wait for the disk. 4.6 states exist at once.
+    # The bench writes sixteen states. Below 2 GB/s it would mostly wait for the disk. 4.6 states exist at once.
     if [ "${speed:-0}" -lt 2000 ] && [ "$free" -gt 92000000000 ]; then directory=/dev/shm; fi
     echo "one thread writes $speed MB/s to ${TMPDIR:-/tmp}; files go to $directory"
 fi
