@@ -319,7 +319,7 @@ def test_one_exclusive_create_of_many_processes_wins(directory_place):
     assert place.fs.cat(place / "once") == b"%d" % won.index(True)
 
 
-ROUNDS = 15
+ROUNDS = 6
 RIVALS = 3
 
 

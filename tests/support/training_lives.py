@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -153,6 +154,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
     """
     os.setsid()
     os.dup2(os.open(Path(directory, f"{life}-{rank}.err"), os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.dump_traceback_later(PATIENCE_S * 0.9, file=2)  # it says where a life hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
