@@ -5,11 +5,13 @@ import random
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
 from tierfs.cli import main
-from tierfs.store import Damage, VerifyReport, copy, save
+from tierfs.store import copy, save
 
 BIG = random.Random(3).randbytes(300_000)
 
@@ -64,11 +66,41 @@ def test_a_sample_by_other_processes_at_a_bandwidth(root, capsys):
         assert main(["verify", str(root), *bad]) == 2
 
 
-def test_a_store_that_does_not_answer_is_not_called_damaged(root, capsys, monkeypatch):
-    unread = Damage("run/a", "key", "store", "the request failed")
-    monkeypatch.setattr("tierfs.cli.commands.damage.verify", lambda *_, **__: VerifyReport(unread=[unread]))
-    assert main(["verify", str(root)]) == 8
-    assert "0 damaged, 1 could not be read" in capsys.readouterr().out
+class Leaving(MemoryFileSystem):
+    """A filesystem that answers nothing more when a chunk is read."""
+
+    protocol = "leaving"
+    leaves, refused = False, 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("leaving://"))
+
+    def _meet(self, path):
+        if Leaving.refused or (Leaving.leaves and "/chunks/" in path):
+            Leaving.refused += 1
+            raise ConnectionError("no answer")
+
+    def cat_file(self, path, *args, **options):
+        self._meet(path)
+        return super().cat_file(path, *args, **options)
+
+    def info(self, path, **options):
+        self._meet("")
+        return super().info(path, **options)
+
+
+def test_a_store_that_stops_answering_is_not_called_damaged_nor_asked_on(capsys, monkeypatch):
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")
+    fsspec.register_implementation("leaving", Leaving, clobber=True)
+    store = tierfs.init("leaving:///bucket/root")
+    for number in range(60):
+        save(store, f"run/{number}", BIG[number:])
+    Leaving.leaves = True
+    assert main(["verify", "leaving:///bucket/root"]) == 8
+    assert re.search(r": 0 damaged, \d+ could not be read: try again", capsys.readouterr().out)
+    assert Leaving.refused < 150, "60 chunks, 5 attempts each"
 
 
 def test_damage_is_named_for_each_file_that_shares_the_chunk(root, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from tierfs.format.upkeep import Collector, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import Damage, examine, lacks_base
+from tierfs.store.offline import LOOK_S, within
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
@@ -60,6 +62,28 @@ class VerifyReport:
             (self.unread if is_unread else self.damage).append(problem)
 
 
+class _Tier:
+    """Tells whether the object tier still answers, so that a silent one is not asked for each of a thousand objects.
+
+    Attributes:
+        is_away: Whether it stopped answering.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # one thread looks, the others wait for what it finds
+        self.is_away = False
+
+    def failed(self, error: TierfsError) -> None:
+        """Check it after an error. The error may concern a single object."""
+        with self._lock:
+            if not self.is_away and isinstance(error, StoreError) and error.transient:
+                try:
+                    within(LOOK_S, lambda: self._store.objects.head(keys.DESCRIPTOR))
+                except StoreError:
+                    self.is_away = True
+
+
 ChunkJob: TypeAlias = tuple[str, Row]
 """A chunk to check, and the path of a file that names it."""
 RunBatch: TypeAlias = Callable[[Sequence[ChunkJob]], "list[Damage]"]
@@ -96,6 +120,7 @@ def verify(
     """
     report = VerifyReport()
     bare = store.without_local_tiers()
+    tier = _Tier(bare)
     seen: set[ChunkName] = set()
     pace = Pace(store.clock, bandwidth)
     draw = random.Random(int.from_bytes(store.random_bytes(8), "little"))
@@ -105,7 +130,7 @@ def verify(
 
     def batches() -> Iterator[list[ChunkJob]]:
         jobs: list[ChunkJob] = []
-        for where, rows in _files(store, bare, path, report):
+        for where, rows in _files(store, bare, path, report, tier):
             for row in rows:
                 if row.name not in seen:
                     seen.add(row.name)
@@ -117,7 +142,7 @@ def verify(
         yield jobs
 
     def run(jobs: Sequence[ChunkJob]) -> list[Damage]:
-        return verify_chunks(bare, jobs, pace=pace, progress=progress)
+        return _verify_chunks(bare, jobs, pace, progress, tier)
 
     def counted() -> Iterator[list[ChunkJob]]:
         for jobs in batches():
@@ -131,6 +156,9 @@ def verify(
     with Pool(workers, executor) as pool:
         for found in pool.map(run_batch or run, counted()):
             report.note(*found)
+    report.damage.sort(key=lambda damage: (damage.path, damage.key))
+    if tier.is_away:
+        return report
     _name_others(store, bare, path, report)
     if not path:
         _check_rest(bare, seen, report, pace, is_drawn)
@@ -146,14 +174,22 @@ def verify_chunks(
     store: Store, jobs: Sequence[ChunkJob], *, pace: Pace, progress: Callable[[int], object] = lambda _: None
 ) -> list[Damage]:
     """Read and check chunks of a store without local tiers. Return the problems of those that cannot be read."""
+    return _verify_chunks(store, jobs, pace, progress, _Tier(store))
 
+
+def _verify_chunks(
+    store: Store, jobs: Sequence[ChunkJob], pace: Pace, progress: Callable[[int], object], tier: _Tier
+) -> list[Damage]:
     def check(job: ChunkJob) -> Damage | None:
         where, row = job
+        if tier.is_away:
+            return Damage(where, keys.chunk_key(row.name), StoreError.kind, "the object tier stopped answering before")
         pace.take(row.stored_length)
         try:
             with buffers().lend(row.raw_length) as out:
                 fetch(store, row, [(0, out)], store.where(where))
         except (CorruptionError, FormatError, StoreError, ReadOnlyError) as error:
+            tier.failed(error)
             return Damage(where, keys.chunk_key(row.name), error.kind, str(error))
         finally:
             progress(row.raw_length)
@@ -162,8 +198,13 @@ def verify_chunks(
     return [found for found in transfers().map(check, jobs) if found is not None]
 
 
-def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """Yield path and chunks of every sound record, and report the others. ``bare`` is ``store`` without local tiers."""
+def _files(
+    store: Store, bare: Store, path: str, report: VerifyReport, tier: _Tier
+) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """Yield path and chunks of every sound record, and report the others. ``bare`` is ``store`` without local tiers.
+
+    It ends early if the object tier stops answering.
+    """
     for where, key in _records(store, path, report):
         try:
             record, _, _ = read_record(store, where, key)
@@ -176,6 +217,9 @@ def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterat
             continue  # deleted since the listing
         except (CorruptionError, FormatError, StoreError, ReadOnlyError) as error:
             report.note(Damage(where, key, error.kind, str(error)))
+            tier.failed(error)
+            if tier.is_away:
+                return
         else:
             yield where, (*(record.rows if record.indirect else ()), *rows)
 
@@ -188,7 +232,7 @@ def _name_others(store: Store, bare: Store, path: str, report: VerifyReport) -> 
     damaged = {damage.key: damage for damage in report.damage if damage.key.startswith(keys.CHUNKS)}
     if not damaged:
         return
-    for where, rows in _files(store, bare, path, VerifyReport()):
+    for where, rows in _files(store, bare, path, VerifyReport(), _Tier(bare)):
         for key in dict.fromkeys(keys.chunk_key(row.name) for row in rows):
             found = damaged.get(key)
             if found is not None and found.path != where:
