@@ -121,19 +121,16 @@ class GpuStaging:
         for transfer in list(self._transfers):
             transfer.fence()
 
-    def tell(self, store: Store) -> None:
-        """Leave a note on the device tier for ``tierfs status`` in other processes.
+    def tell(self, store: Store, skipped_bytes: int) -> None:
+        """Leave a note on the device tier for ``tierfs status`` in other processes. It is valid while this one lives.
 
-        It is valid while this process lives.
+        ``skipped_bytes`` are those of a save that did not cross the link to the host.
         """
+        with self._lock():
+            self._skipped_bytes += skipped_bytes
         report = self.status(store)
         if report is not None and self._accelerators and store.tiers is not None:
             leave_note(store, report)
-
-    def note_skipped(self, count: int) -> None:
-        """Count bytes that did not cross the link to the host."""
-        with self._lock():
-            self._skipped_bytes += count
 
     def status(self, store: Store) -> dict[str, Any] | None:
         """Return the device tier's part of `tierfs status`; ``None`` if no GPU is in use and no budget is given."""

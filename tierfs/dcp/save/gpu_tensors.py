@@ -262,9 +262,7 @@ def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
     A failure is only logged: the tensors are copied, and may be saved already.
     """
     try:
-        for job in jobs:
-            file.gpu.note_skipped(job.transfer.skipped_bytes)
-        file.gpu.tell(file.store)
+        file.gpu.tell(file.store, sum(job.transfer.skipped_bytes for job in jobs))
     except Exception as error:  # noqa: BLE001 - must not fail a save
         _logger.warning("`tierfs status` in other processes may not show the device tier: %s", error)
 
