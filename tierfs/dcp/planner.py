@@ -30,7 +30,7 @@ from tierfs._fork import PerProcess
 from tierfs.dcp import objects
 from tierfs.dcp.objects import ALLOWED, aliases, globals_in, runs_code
 from tierfs.dcp.save.saves import plan_read
-from tierfs.dcp.save.state_plan import KeptPlans
+from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.errors import InvalidInputError
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
@@ -53,7 +53,7 @@ class TierSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch's clas
     differs, and for any other state, each save is planned anew.
     """
 
-    _kept: KeptPlans | None = None
+    _kept: StatePlan | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -67,7 +67,7 @@ class TierSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch's clas
             for name, value in self.state_dict.items()
             if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
         ]
-        self._kept = plan.kept if plan is not None and is_usual and plan.names == tensors else None
+        self._kept = plan if plan is not None and is_usual and plan.names == tensors else None
 
     def create_local_plan(self) -> SavePlan:
         kept = self._kept

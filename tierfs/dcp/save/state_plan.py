@@ -12,7 +12,6 @@ import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -163,26 +162,14 @@ class StateValues:
         return [numbers[each] for each in ids]
 
 
-@dataclass(eq=False)
-class KeptPlans:
-    """The plans of the last save, as `TierSavePlanner` made them.
-
-    Attributes:
-        local: Of this rank.
-        planned: On the coordinator, what the global plan was made from, and the global plan with its metadata.
-    """
-
-    local: SavePlan | None = None
-    planned: tuple[Any, tuple[list[SavePlan], Metadata]] | None = None
-
-
 class StatePlan:
     """The structure of a state, and how its tensors are staged.
 
     Attributes:
         keys: The state's keys.
         names: Of its tensors, in order.
-        kept: How it was saved.
+        local: This rank's plan of the last save, as `TierSavePlanner` made it.
+        planned: On the coordinator, the plans of all ranks, and what was made of them: global plan and metadata.
         layout: Of the tensors that are staged.
     """
 
@@ -190,7 +177,8 @@ class StatePlan:
         self._root = root
         self.keys: Sequence[str] = root.keys or ()
         self.names = names
-        self.kept = KeptPlans()
+        self.local: SavePlan | None = None
+        self.planned: tuple[Any, tuple[list[SavePlan], Metadata]] | None = None
         self._taken = taken
         self._numbers = values.join()
         named: dict[int, list[str]] = {}
