@@ -45,7 +45,6 @@ from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, 
 from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.table import SlotState
-from tierfs.session import open_store, parse_url
 from tierfs.store import Writer
 from tierfs.store.write.in_place import StagedFile
 
@@ -126,10 +125,11 @@ def empty_like(value):
 
 @pytest.fixture
 def url(tmp_path):
-    tierfs.init(f"file://{tmp_path}/store")
-    yield f"tierfs::file://{tmp_path}/store/run"
+    """The URL of a checkpoint in memory: the flusher is a thread, which starts sooner than a process."""
+    tierfs.init(f"memory://{tmp_path}/store")
+    yield f"tierfs::memory://{tmp_path}/store/run"
     # Pending data keeps its room until it is flushed.
-    TierWriter(f"tierfs::file://{tmp_path}/store", **OPTIONS).wait("object")
+    TierWriter(f"tierfs::memory://{tmp_path}/store", **OPTIONS).wait("object")
 
 
 class Trusting(dcp.DefaultLoadPlanner):
@@ -979,7 +979,9 @@ def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
         assert (first.checkpoint_id, first.save_id) == (f"{url}/1", metadata[0].storage_meta.save_id)
 
 
-def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(url, tmp_path):
+def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    url = f"tierfs::file://{tmp_path}/store/run"
     script = f"""
 import torch
 import torch.distributed.checkpoint as dcp
@@ -1214,7 +1216,7 @@ def test_a_planners_view_of_a_tensor_is_recorded(url, how):
     else:
         dcp.async_save(live, storage_writer=writer, planner=Seen()).result()
     assert same(loaded(url, expected), expected)
-    assert not verify_checkpoint(open_checkpoint(*open_store(parse_url(url)))).damage
+    assert not verify_checkpoint(open_checkpoint(*Address.of(url, OPTIONS).open())).damage
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     (name,) = fs.glob(f"{path}/*.safetensors")
     found = load_safetensors(fs.cat(name))

@@ -67,7 +67,8 @@ def fake():
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    """The URL of a store in a directory, on a host with its own state directory."""
+    """The URL of a store in memory, whose flusher is a thread, on a host with its own state directory."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
-    tierfs.init(f"file://{tmp_path}/store")
-    return f"tierfs::file://{tmp_path}/store"
+    monkeypatch.setenv("TIERFS_RAM", "1GiB")
+    tierfs.init(f"memory://{tmp_path}/store")
+    return f"tierfs::memory://{tmp_path}/store"

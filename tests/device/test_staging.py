@@ -19,6 +19,7 @@ from test_failed_copies import wait_for_room
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.save.shard_file import ShardFile
@@ -546,11 +547,14 @@ def test_a_state_larger_than_the_ram_tier_goes_in_waves(gpu, url):
     assert is_same(loaded(gpu, state, f"{url}/a"), before)
 
 
-def test_other_processes_see_the_device_tier_in_status(fake, url):
+@pytest.mark.usefixtures("url")  # the host is its own
+def test_other_processes_see_the_device_tier_in_status(fake, tmp_path):
     import json
     import subprocess
     import sys
 
+    tierfs.init(f"file://{tmp_path}/store")
+    url = f"tierfs::file://{tmp_path}/store"
     writer = TierWriter(url, stage="device", device="64MiB")
     save(writer, writer.stage(state_on(fake)), f"{url}/a")
     command = [sys.executable, "-m", "tierfs.cli", "status", url]
