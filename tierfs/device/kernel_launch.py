@@ -77,9 +77,8 @@ def launch(kernel: Any, grid: int, block: int, arguments: Sequence[Argument], *,
     """
     cupy = _cupy()
     index = torch.cuda.current_device() if device.index is None else device.index
-    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(index))
     passed = tuple(_passed(argument) for argument in arguments)
-    with cupy.cuda.Device(index), stream:
+    with cupy.cuda.Device(index), cupy.cuda.Stream.from_external(torch.cuda.current_stream(index)):
         kernel((grid,), (block,), passed)
 
 
