@@ -12,6 +12,7 @@ import torch
 from support.replay_cases import FEATURES, GROUP_AT, OPTIMIZERS, PAIRS, WAYS, Training
 from support.torch_ranks import zygote
 
+import tierfs
 from tierfs.checkpoint.notes import logged_steps
 from tierfs.cli import main
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
@@ -45,6 +46,13 @@ def straight(*arguments, steps=STEPS):
     return [training.step(step) for step in range(steps)], training.content()
 
 
+@pytest.fixture
+def memory_root(tmp_path):
+    """The URL of a run in memory: the flusher is a thread, which starts sooner than a process."""
+    tierfs.init(f"memory://{tmp_path}/store")
+    return f"tierfs::memory://{tmp_path}/store/run"
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Small tensors: a second thread only waits."""
@@ -55,13 +63,13 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("optimizer", "way"), PAIRS)
-def test_each_feature_is_replayed_bit_for_bit(root, optimizer, way):
+def test_each_feature_is_replayed_bit_for_bit(memory_root, optimizer, way):
     # All features at once, and a third of them alone: each one meets each way, and each optimizer that has three ways.
     place = (list(OPTIMIZERS).index(optimizer) + list(WAYS).index(way)) % 3
     *alone, together = FEATURES
     for number, feature in enumerate([together, *alone[place::3]]):
         losses, content = straight(optimizer, way, (feature,))
-        url = f"{root}/{number}"
+        url = f"{memory_root}/{number}"
         with manager(url) as run:
             assert train(run, Training(optimizer, way, (feature,)), range(STOPPED)) == losses[:STOPPED]
         groups = 2 if feature in {"later group", "all"} else 1
