@@ -5,13 +5,11 @@ import logging
 import re
 import sys
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from support.waiting import until
 
 import tierfs
-from tierfs.cli import app, main
+from tierfs.cli import main
 from tierfs.cli.terminal import progress as module
 from tierfs.cli.terminal.output import logging_to_stderr
 from tierfs.cli.terminal.progress import Progress
@@ -116,29 +114,3 @@ def test_a_long_rm_says_how_many_are_done(monkeypatch, tmp_path):
     terminal = on_terminal(monkeypatch, Terminal(), 0.0)
     assert main(["rm", *names]) == 0
     assert re.fullmatch(r"rm: 0:00:0\d, 3 of 3", screen(terminal.getvalue())[-2])
-
-
-class Silent(MemoryFileSystem):
-    """A filesystem that answers a listing when ``may_answer`` returns true."""
-
-    protocol = "silent"
-    may_answer = staticmethod(lambda: True)
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.removeprefix("silent://"))
-
-    def ls(self, *args, **options):
-        until(Silent.may_answer)
-        return super().ls(*args, **options)
-
-
-def test_a_command_says_which_answer_it_waits_for(monkeypatch):
-    fsspec.register_implementation("silent", Silent, clobber=True)
-    tierfs.init("silent:///bucket/root")
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(app, "SILENT_S", 0.05)
-    Silent.may_answer = lambda: "no answer to 'list " in shown.getvalue()
-    assert main(["ls", "tierfs::silent:///bucket/root"]) == 0
-    assert shown.getvalue().count("tierfs: warning: no answer to") == 1, "it is said once"

@@ -11,11 +11,9 @@ import contextlib
 import difflib
 import importlib
 import io
-import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from tierfs import __version__
@@ -31,7 +29,6 @@ from tierfs.cli.terminal.output import (
     printable,
 )
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.threads import start_daemon
 
 GROUPS = {
     "files": {
@@ -119,9 +116,7 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 already exists,
 130 interrupted, 141 output closed.
 """
 
-SILENT_S = 5.0
 _ROWS_MAX = 30
-_logger = logging.getLogger("tierfs.cli")
 _LITERAL = "\0"  # before a word that begins with - and is no option; no argument of a process contains it
 
 
@@ -264,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Escape characters that the terminal cannot show, instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with logging_to_stderr(), _saying_what_is_awaited():
+        with logging_to_stderr():
             code = _dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -276,30 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TierfsError, OSError) as error:
         return _report(describe(error), as_json="--json" in _options(words))
     return code
-
-
-@contextlib.contextmanager
-def _saying_what_is_awaited() -> Iterator[None]:
-    """Say once on stderr, during a ``with`` block, that the object tier leaves a request unanswered."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        waited_s = 0.0
-        while not ended.wait(SILENT_S - waited_s):
-            from tierfs.objects.wrappers.limits import ATTEMPTS, longest_wait  # noqa: PLC0415 - seldom needed
-
-            waited_s, request = longest_wait()
-            if request is not None and waited_s >= SILENT_S:
-                what = f"{request.method} {request.key}"
-                text = "no answer to %r for %.0f s: tierfs asks the object tier up to %d times before it gives up"
-                _logger.warning(text, what, waited_s, ATTEMPTS)
-                return
-
-    start_daemon(watch, name="watch")
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 def _options(words: Sequence[str]) -> Sequence[str]:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from random import Random, SystemRandom
 
@@ -23,31 +22,7 @@ ATTEMPTS = 5
 _THROTTLED_S_MIN = 1.0  # GCS takes one write of an object a second: https://cloud.google.com/storage/quotas#objects
 _ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
 """Errors that a healthy object tier raises too."""
-_OF_BYTES = frozenset({"put", "get"})
 _log = logging.getLogger("tierfs.objects")
-_unanswered: dict[int, tuple[float, Request]] = {}  # by the request's identity: since when, and the request
-
-
-def longest_wait() -> tuple[float, Request | None]:
-    """Return for how many seconds a request of this process waits for its answer at most, and that request if any.
-
-    Each attempt counts, and the waits in between. Requests that send or read the bytes of chunks do not: a slow network
-    takes its time for them.
-    """
-    now_s = time.monotonic()
-    since_s, request = min(list(_unanswered.values()), key=lambda item: item[0], default=(now_s, None))
-    return now_s - since_s, request
-
-
-@contextlib.contextmanager
-def _noted(request: Request) -> Iterator[None]:
-    """Let `longest_wait` know of a request while it has no answer."""
-    if request.method not in _OF_BYTES:
-        _unanswered[id(request)] = time.monotonic(), request
-    try:
-        yield
-    finally:
-        _unanswered.pop(id(request), None)
 
 
 class LimitedObjects(WrappedObjects):
@@ -270,8 +245,7 @@ class MeasuredObjects(WrappedObjects):
         started_s = self._clock.monotonic()
         errors, size = 1, 0
         try:
-            with _noted(request):
-                answer = send()
+            answer = send()
             errors, size = 0, request.size
         except _ANSWERS:
             errors = 0
@@ -288,9 +262,8 @@ class MeasuredObjects(WrappedObjects):
             started_s = self._clock.monotonic()
             errors = 1
             try:
-                with _noted(request):
-                    listing = listing or send()
-                    batch = list(itertools.islice(listing, size))
+                listing = listing or send()
+                batch = list(itertools.islice(listing, size))
                 errors = 0
             finally:
                 self._count("list", errors=errors, seconds=self._clock.monotonic() - started_s)
