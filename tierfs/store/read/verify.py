@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -71,17 +70,15 @@ class _Tier:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = threading.Lock()  # one thread looks, the others wait for what it finds
         self.is_away = False
 
     def failed(self, error: TierfsError) -> None:
         """Check it after an error. The error may concern a single object."""
-        with self._lock:
-            if not self.is_away and isinstance(error, StoreError) and error.transient:
-                try:
-                    within(LOOK_S, lambda: self._store.objects.head(keys.DESCRIPTOR))
-                except StoreError:
-                    self.is_away = True
+        if not self.is_away and isinstance(error, StoreError) and error.transient:
+            try:
+                within(LOOK_S, lambda: self._store.objects.head(keys.DESCRIPTOR))
+            except StoreError:
+                self.is_away = True
 
 
 ChunkJob: TypeAlias = tuple[str, Row]
@@ -142,7 +139,7 @@ def verify(
         yield jobs
 
     def run(jobs: Sequence[ChunkJob]) -> list[Damage]:
-        return _verify_chunks(bare, jobs, pace, progress, tier)
+        return verify_chunks(bare, jobs, pace=pace, progress=progress, tier=tier)
 
     def counted() -> Iterator[list[ChunkJob]]:
         for jobs in batches():
@@ -171,15 +168,16 @@ def verify(
 
 
 def verify_chunks(
-    store: Store, jobs: Sequence[ChunkJob], *, pace: Pace, progress: Callable[[int], object] = lambda _: None
+    store: Store,
+    jobs: Sequence[ChunkJob],
+    *,
+    pace: Pace,
+    progress: Callable[[int], object] = lambda _: None,
+    tier: _Tier | None = None,
 ) -> list[Damage]:
     """Read and check chunks of a store without local tiers. Return the problems of those that cannot be read."""
-    return _verify_chunks(store, jobs, pace, progress, _Tier(store))
+    tier = tier or _Tier(store)
 
-
-def _verify_chunks(
-    store: Store, jobs: Sequence[ChunkJob], pace: Pace, progress: Callable[[int], object], tier: _Tier
-) -> list[Damage]:
     def check(job: ChunkJob) -> Damage | None:
         where, row = job
         if tier.is_away:
