@@ -364,8 +364,17 @@ def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
     check_replicated(f"{url}/2", mesh, 2, tensors=12)
     save_replicated(writer, f"{url}/3", replicated(mesh, 3, tensors=5))
     check_replicated(f"{url}/3", mesh, 3, tensors=5)
-    # Other shapes, other dtypes, another placement.
+    # One tensor has fewer dimensions, after saves that left the replicas out by the same plan.
     state = replicated(mesh, 4)
+    for number in range(1, 5):
+        for again in range(3):
+            save_replicated(writer, f"{url}/{number}-{again}", state)
+        state[f"layer{number}"]["weight"] = whole(number).flatten()
+        save_replicated(writer, f"{url}/{number}-flat", state)
+        found = {f"layer{number}": {"weight": torch.zeros_like(whole(0).flatten())}}
+        dcp.load(found, storage_reader=TierReader(f"{url}/{number}-flat", **OPTIONS))
+        assert torch.equal(found[f"layer{number}"]["weight"], whole(number).flatten())
+    # Other shapes, other dtypes, another placement.
     state["layer1"]["weight"] = whole(4)[:50].contiguous()
     state["layer2"]["weight"] = whole(4).to(torch.float16)
     state["mesh"] = distribute_tensor(whole(4), mesh, [Shard(0)])

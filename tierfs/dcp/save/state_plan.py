@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from tierfs.device.accelerator import accelerator_of, accelerators
 
 _DICTS = (dict, OrderedDict)
 _TENSOR, _OTHER = object(), object()
+_Value = TypeVar("_Value")
 _ADDRESS_MIN = 1 << 40
 """At lower addresses, a tensor is looked at closely: that of one without memory is its offset in the storage."""
 
@@ -191,13 +192,14 @@ class StatePlan:
             if (replica := placeholder(one, named[at], taken)) is not None
         }
         self._staged = [at for at in range(len(named)) if at not in self._replicas]
-        parts = self._parts(values.tensors)
-        if not all(map(_is_simple, parts)):
+        local = self._local(values.tensors)
+        if not all(map(_is_simple, local)):
             raise _Unplanned
-        self._traits = _looked_at(parts)[1]
+        self._traits = _looked_at(local)[1]
+        parts, traits = self._chosen(local), self._chosen(self._traits)
         self._is_full = np.array([part.numel() > 0 for part in parts], bool)
         self._is_complex = any(part.is_complex() for part in parts)
-        self._is_whole = np.array([one[_CONTIGUOUS] and not one[_NEGATED] for one in self._traits], bool)
+        self._is_whole = np.array([one[_CONTIGUOUS] and not one[_NEGATED] for one in traits], bool)
         self._owners = [accelerator_of(part) for part in parts] if accelerators else []
         self.layout = TensorLayout.of([(named[at][0], part) for at, part in zip(self._staged, parts, strict=True)])
 
@@ -233,16 +235,17 @@ class StatePlan:
         tensors = values.tensors
         if any(tensors[at]._spec != spec for at, spec in self._specs.items()):
             return None
-        values.parts = parts = self._parts(tensors)
-        if self._specs and not PLAIN_TYPES.issuperset(map(type, parts)):
+        local = self._local(tensors)
+        if self._specs and not PLAIN_TYPES.issuperset(map(type, local)):
             return None
+        values.parts = parts = self._chosen(local)
         try:
-            pointers, traits = _looked_at(parts)
+            pointers, traits = _looked_at(local)  # of replicas, too: another rank may have to save a changed one anew
         except (RuntimeError, NotImplementedError):  # a tensor without memory or strides
             return None
         if traits != self._traits or (accelerators and list(map(accelerator_of, parts)) != self._owners):
             return None
-        addresses = np.array(pointers, np.uint64)
+        addresses = np.array(self._chosen(pointers), np.uint64)
         for at in np.flatnonzero(self._is_full & (addresses < _ADDRESS_MIN)).tolist():
             if lies_nowhere(parts[at]):
                 return None
@@ -267,12 +270,17 @@ class StatePlan:
             tensors = [tensors[number] for number in self._numbers]
         return dict(self._root.build(iter(tensors), iter(others)))
 
-    def _parts(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    def _local(self, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Return the tensors, with its local part for each DTensor."""
         parts = list(tensors)
         with torch.no_grad():  # otherwise `to_local` records a function for autograd
             for at in self._specs:
                 parts[at] = parts[at].to_local()
-        return [parts[at] for at in self._staged] if self._replicas else parts
+        return parts
+
+    def _chosen(self, values: Sequence[_Value]) -> Sequence[_Value]:
+        """Return those of the tensors that are staged."""
+        return [values[at] for at in self._staged] if self._replicas else values
 
 
 def _is_simple(tensor: Any) -> bool:
