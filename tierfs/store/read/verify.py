@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -70,15 +71,17 @@ class _Tier:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._lock = threading.Lock()  # one thread looks, the others wait for what it finds
         self.is_away = False
 
     def failed(self, error: TierfsError) -> None:
         """Check it after an error. The error may concern a single object."""
-        if not self.is_away and isinstance(error, StoreError) and error.transient:
-            try:
-                within(LOOK_S, lambda: self._store.objects.head(keys.DESCRIPTOR))
-            except StoreError:
-                self.is_away = True
+        with self._lock:
+            if not self.is_away and isinstance(error, StoreError) and error.transient:
+                try:
+                    within(LOOK_S, lambda: self._store.objects.head(keys.DESCRIPTOR))
+                except StoreError:
+                    self.is_away = True
 
 
 ChunkJob: TypeAlias = tuple[str, Row]
