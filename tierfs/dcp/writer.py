@@ -388,6 +388,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         save = self.running
         store, path = save.target.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
+        vars(metadata).pop("__reduce_ex__", None)  # a planner may keep the object of a save that was interrupted
         save.metadata_path = inside(path, save.metadata_name)
         stored = [result for rank in results for result in rank]
         with planning(LINGER_S):
