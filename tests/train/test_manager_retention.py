@@ -187,7 +187,7 @@ def test_an_invalid_keep_argument_is_refused(root, keep):
 
 def test_files_beside_a_checkpoint_come_and_go_with_it(root):
     def files(step, places):
-        assert set(places) == {"model", "step", "tierfs.about"}
+        assert set(places) == {"model", "step", "rank_0.tierfs.rng", "tierfs.about"}
         return {"config.json": f"{step}".encode(), "tokens/index.json": places["model"].encode()}
 
     fs, path = fsspec.url_to_fs(root)

@@ -155,6 +155,7 @@ class SaveOrder:
         history: The metrics of earlier steps and of this one.
         overwrite: Whether the save may replace a checkpoint of this step with different content.
         staged: A copy of the state, which training does not change.
+        unsaved: A copy of what a restore compares, and no checkpoint holds.
         problem: The reason why the state could not be copied; ``None`` if it was.
     """
 
@@ -164,6 +165,7 @@ class SaveOrder:
     history: Sequence[tuple[int, Mapping[str, Any]]]
     overwrite: bool
     staged: Mapping[str, Any] = field(default_factory=dict)
+    unsaved: Mapping[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
 
 

@@ -311,6 +311,7 @@ class Manager:
             with self._unlogged():
                 values, said = parts.to_save(step, kind)
             costs = self._decider.timer.blocked_s, self._saves.save_s
+            order.unsaved = parts.unsaved()
             about = About(step, kind, self._world.size, self._course.run, *costs, {**said, **chain})
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
@@ -362,7 +363,13 @@ class Manager:
     # -- restoring -----------------------------------------------------------------------------------------------------
 
     def restore(
-        self, state: Any, *, step: int | None = None, only: Sequence[str] | str = (), kind: str = "full"
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        only: Sequence[str] | str = (),
+        kind: str = "full",
+        verify: bool = True,
     ) -> Restored | None:
         """Load the newest step that every rank can load, in place. A collective.
 
@@ -375,6 +382,9 @@ class Manager:
                 unchanged. ``()`` loads all of it.
             kind: ``"full"`` takes a light checkpoint, with a warning, only if no full one can be loaded. ``"any"``
                 takes the newest of both kinds.
+            verify: Compare what is then in the state with the digests that the save recorded, at several GB/s of a
+                processor, and note what differs. `Restored.is_exact` follows from it. Of a state of over 16 GiB a rank,
+                the largest values are not compared.
 
         Returns:
             The outcome; ``None`` only if the root has no complete checkpoint. Newer steps that were passed over are
@@ -397,7 +407,9 @@ class Manager:
         if step is not None and self._log is not None and not only:
             base = self._world.ask_first(partial(self._run.before, step), self._world.training)
         with self._unlogged():
-            found = self._restorer.restore(state, step=base, only=only, kind=kind, on_corrupt=self._on_corrupt)
+            found = self._restorer.restore(
+                state, step=base, only=only, kind=kind, on_corrupt=self._on_corrupt, verify=verify
+            )
         timer = self._decider.timer = StepTimer()
         self._saves.save_s = 0.0
         if not only:
@@ -406,7 +418,7 @@ class Manager:
             timer.blocked_s, self._saves.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
-                self._history.resume(found.step, history_in(self._run.record_of(found.step), self._world.rank))
+                self._history.resume(found.step, history_in(self._restorer.record, self._world.rank))
         if self._log is not None and found is not None and not only:
             load = partial(self._restorer.restore, state, step=found.step, only=(), kind="full", on_corrupt="raise")
             self._again = StepsAgain(self._log, found, state, load)

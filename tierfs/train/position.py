@@ -1,18 +1,25 @@
-"""The values of a single rank: the positions of its data loaders, and its random generators on the CPU and each GPU."""
+"""The values of a single rank: positions of data loaders, random generators on the CPU and each GPU, and buffers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tierfs.digest import checksum
 from tierfs.errors import InvalidInputError
+from tierfs.train.values import has_digest
+
+BUFFERS = "buffers"
+"""The name of the value that holds this rank's buffers."""
+FROZEN = "the parameters that need no gradient"
 
 
 def positions(loaders: Sequence[Any]) -> dict[str, Any]:
@@ -138,3 +145,54 @@ def reseed(*words: object) -> int:
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
     return seed
+
+
+class ModuleBuffers:
+    """The buffers of modules, as far as they are no shards. Each rank changes its own, as batch norm does.
+
+    A checkpoint holds one copy of a value that several ranks have. So each of several ranks saves the bytes of its own
+    buffers once more, one after the other in one tensor.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+
+    def _of(self, *, is_saved: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        seen: set[int] = set()
+        for path, module in (pair for each in self._modules for pair in each.named_modules()):
+            for name, buffer in module.named_buffers(recurse=False):
+                if (name not in module._non_persistent_buffers_set) is is_saved and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    if type(buffer) in {torch.Tensor, nn.Buffer} and has_digest(buffer):
+                        yield f"{path}.{name}", buffer.detach()
+
+    def to_save(self) -> dict[str, Any]:
+        """Return a copy of this rank's buffers as bytes; nothing if there is only one rank, or no buffer."""
+        own = [_bytes_of(each) for _, each in self._of(is_saved=True)] if _has_others() else []
+        return {BUFFERS: torch.cat([each.to(own[0].device) for each in own])} if own else {}
+
+    def to_load(self, *, is_saved: bool) -> dict[str, Any]:
+        """Return memory to load them into; nothing if they were not saved."""
+        return self.to_save() if is_saved else {}
+
+    def loaded(self, values: Mapping[str, Any]) -> None:
+        """Set the buffers to the loaded bytes, if there are any."""
+        rest = values.get(BUFFERS, torch.empty(0))
+        for _, each in self._of(is_saved=True) if len(rest) else ():
+            taken, rest = rest[: each.nbytes], rest[each.nbytes :]
+            each.copy_(taken.clone().to(each.device).view(each.dtype).view(each.shape))
+
+    def unsaved(self) -> dict[str, Any]:
+        """Return copies of the buffers that are not persistent, and the names of the parameters that need no gradient."""
+        named = (pair for each in self._modules for pair in each.named_parameters())
+        frozen = sorted(name for name, each in named if not each.requires_grad)
+        buffers = {f"the buffer {name}": each.clone() for name, each in self._of(is_saved=False)}
+        return {**buffers, FROZEN: repr(frozen)} if self._modules else {}
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _has_others() -> bool:
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

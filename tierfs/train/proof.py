@@ -255,6 +255,7 @@ def _equal(part: str, expected: Any, found: Sequence[Any]) -> list[PartCheck]:
 
 def _part_of(name: str) -> str:
     first, _, rest = name.partition(".")
+    rest = rest.removeprefix("tierfs.")
     return _OWN_PARTS.get(rest, rest or first) if first.startswith("rank_") else first
 
 

@@ -21,6 +21,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFo
 from tierfs.train.agree import World, reason_of
 from tierfs.train.run import OWN, About, RunDirectory
 from tierfs.train.state import DictState, TrainState, Wanted, as_state
+from tierfs.train.values import digest_of, digests_of, has_digest, leaves
 
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
 """Errors of the checkpoint itself. With any other error, an older checkpoint would not help."""
@@ -53,6 +54,8 @@ class Restored:
         not_loaded: The names of saved values that were not loaded: ``only`` leaves them out, or the state has no place
             for them. A value of the state that was not saved is an error.
         about: The checkpoint's own description; ``None`` if no manager saved it.
+        not_compared: The names of loaded values that were not compared with their digests: the largest ones of a state of
+            over `COMPARED_BYTES` a rank, or all of them with ``verify=False``.
         replayed: The number of files of logged steps that were made again after the checkpoint: see `Replay`.
         stopped: Why no more logged steps were made again; empty if there were no more.
     """
@@ -65,13 +68,43 @@ class Restored:
     notes: tuple[str, ...] = ()
     not_loaded: tuple[str, ...] = ()
     about: About | None = field(default=None, repr=False)
+    not_compared: tuple[str, ...] = field(default=(), repr=False)
     replayed: int = 0
     stopped: str = ""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the state is restored exactly, so that training goes on as if it had never stopped."""
+        """Whether the state is restored exactly, so that training goes on as if it had never stopped.
+
+        It follows from a comparison: see ``verify`` of `Manager.restore`.
+        """
         return not self.notes
+
+
+COMPARED_BYTES = 16 << 30
+"""A restore compares this many bytes of a rank's state, the smallest values first. Digests take about 0.1 s a GB."""
+OTHER = "are not what was saved"
+UNKNOWN = "have types that cannot be compared with what was saved"
+NEW = "were not saved"
+UNSAVED = "are in no checkpoint, and were others at the save"
+LOST = "are in the checkpoint, and did not come into the state"
+WHY_DIFFERENT = (OTHER, LOST, UNKNOWN, NEW, UNSAVED)
+"""The outcomes of a comparison that make a restore inexact."""
+
+
+@dataclass(slots=True)
+class _Compared:
+    """The comparison of one rank's state: what to note, the names that differ in each way, those not compared."""
+
+    notes: list[str] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
+    differ: dict[str, list[str]] = field(default_factory=lambda: {why: [] for why in WHY_DIFFERENT})
+
+
+def _by_rank(record: Mapping[str, Any], name: str) -> list[Mapping[str, str]]:
+    """Return what a record has of each rank under a name; empty if it has nothing valid."""
+    found = record.get(name)
+    return found if isinstance(found, list) and all(isinstance(each, dict) for each in found) else []
 
 
 class _Planner(TierLoadPlanner):
@@ -102,15 +135,20 @@ class _Planner(TierLoadPlanner):
 
 
 class Restorer:
-    """Loads steps of a run. Each call is a collective."""
+    """Loads steps of a run. Each call is a collective.
+
+    Attributes:
+        record: What the save of the last loaded step recorded about its state; empty without a record.
+    """
 
     def __init__(self, run: RunDirectory, options: Mapping[str, Any], world: World) -> None:
         self._run = run
         self._options = options
         self._world = world
+        self.record: Mapping[str, Any] = {}
 
     def restore(
-        self, state: Any, *, step: int | None, only: Sequence[str], kind: str, on_corrupt: str
+        self, state: Any, *, step: int | None, only: Sequence[str], kind: str, on_corrupt: str, verify: bool = False
     ) -> Restored | None:
         """Load the newest step that every rank can load, or the given step, in place. See `Manager.restore`.
 
@@ -140,7 +178,7 @@ class Restorer:
                     break
                 if not problem:
                     try:
-                        return self._load(found, parts, only, passed_over)
+                        return self._load(found, parts, only, passed_over, verify=verify)
                     except CheckpointException as error:
                         failures = [failure for failure, _ in error.failures.values()]
                         if not all(isinstance(failure, _PASSED_OVER) for failure in failures):
@@ -224,7 +262,13 @@ class Restorer:
             return str(error)
 
     def _load(
-        self, step: int, parts: TrainState | DictState, only: Sequence[str], passed_over: Mapping[int, str]
+        self,
+        step: int,
+        parts: TrainState | DictState,
+        only: Sequence[str],
+        passed_over: Mapping[int, str],
+        *,
+        verify: bool,
     ) -> Restored:
         run, world = self._run, self._world
         about, names = self._description(step)
@@ -246,13 +290,15 @@ class Restorer:
         )
         notes = parts.loaded(values, wanted)
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
-        told = world.gather((read, planner.not_loaded, planner.converted), world.training)
-        tiers = set().union(*(each for each, _, _ in told))
-        converted = sorted(set().union(*(each for _, _, each in told)))
+        self.record = run.record_of(step) or {}
+        compared = self._compared(parts, kind, wanted, planner) if verify else _Compared(not_compared=matching)
+        told = world.gather((read, planner.not_loaded, planner.converted, compared), world.training)
+        tiers = set().union(*(each for each, *_ in told))
+        converted = sorted(set().union(*(each for _, _, each, _ in told)))
         left_out = sorted(set(names) - set(matching))
         # Values of single ranks, and of the manager, have no place on others.
         nowhere = sorted(
-            name for name in frozenset.intersection(*(each for _, each, _ in told)) if not name.startswith(OWN)
+            name for name in frozenset.intersection(*(each for _, each, _, _ in told)) if not name.startswith(OWN)
         )
         for found, why in (
             (left_out, f"do not match only={list(only)}, and are not loaded"),
@@ -261,6 +307,12 @@ class Restorer:
         ):
             if found:
                 notes.append(f"{len(found)} saved values {why}: {reprlib.repr(found)}")
+        notes += dict.fromkeys(note for *_, each in told for note in each.notes)
+        for why in WHY_DIFFERENT:
+            if found := sorted(
+                {f"{name} of rank {rank}" for rank, (*_, each) in enumerate(told) for name in each.differ[why]}
+            ):
+                notes.append(f"{len(found)} values {why}: {reprlib.repr(found)}")
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
@@ -273,7 +325,40 @@ class Restorer:
         # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
-        return Restored(step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about)
+        unseen = sorted(set().union(*(each.not_compared for *_, each in told)))
+        return Restored(step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about, tuple(unseen))
+
+    def _compared(self, parts: TrainState | DictState, kind: str, wanted: Wanted, planner: _Planner) -> _Compared:
+        """Compare the state, as it is now, with the digests that its save recorded."""
+        ranks, unsaved = (_by_rank(self.record, name) for name in ("ranks", "unsaved"))
+        rank = self._world.rank
+        if not ranks:
+            return _Compared(["the save recorded no digests, so nothing shows whether the state is the saved one"])
+        if len(ranks) != self._world.size:
+            return _Compared([f"{len(ranks)} ranks saved it, and {self._world.size} restored it: nothing was compared"])
+        try:
+            live = dict(leaves(parts.values(kind)))
+        except TierfsError as error:
+            return _Compared([f"the state of rank {rank} cannot be compared with the saved one: {error}"])
+        found = _Compared()
+        loaded = [name for name in live if wanted.is_loaded(name) and name not in planner.converted]
+        left = COMPARED_BYTES
+        for name in sorted(loaded, key=lambda name: getattr(live[name], "nbytes", 0)):
+            value = live[name]
+            left -= getattr(value, "nbytes", 0)
+            if not has_digest(value):
+                found.differ[UNKNOWN].append(name)
+            elif left < 0:
+                found.not_compared.append(name)
+            elif name in ranks[rank] and digest_of(value) != ranks[rank][name]:
+                found.differ[OTHER].append(name)
+        known = live.keys() | planner.not_loaded
+        found.differ[LOST] += [name for name in ranks[rank] if wanted.is_loaded(name) and name not in known]
+        if wanted.has_all():
+            found.differ[NEW] += [name for name in live if name not in wanted.names]
+            then, now = unsaved[rank] if len(unsaved) == len(ranks) else {}, digests_of(parts.unsaved())
+            found.differ[UNSAVED] += [name for name in {**then, **now} if then and now.get(name) != then.get(name)]
+        return found
 
     def _read_bytes(self) -> Mapping[str, int]:
         """Return the bytes of chunks that this process has read so far, by tier."""

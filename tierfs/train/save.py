@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -115,6 +115,18 @@ class Course:
                 lines = (lines or Lines()).begun(self.run, FIRST, NOTHING)
             self._directory.write_lines(lines or Lines())
         self.lines, self._state = self.lines or Lines(), _State.GOING
+
+
+class _Report(NamedTuple):
+    """The report of a rank to the others before a save: its digests, its metrics, and whether anything stops the save."""
+
+    digests: dict[str, str]
+    unsaved: dict[str, str]
+    history: list[Any]
+    problem: str | None
+    is_cancelled: bool
+    is_stale: bool
+    has_others: bool
 
 
 Files = Callable[[int, Mapping[str, str]], Mapping[str, bytes]]
@@ -272,17 +284,19 @@ class SaveThread:
         problem = None if order.problem is None else str(order.problem)
         history = encode_history(order.history)
         stale, others = self._is_stale(order, digests), bool(without_digest(order.staged))
-        told = world.gather((digests, problem, handle.begin(), stale, history, others), group)
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _, _) in enumerate(told) if problem]
+        mine = _Report(digests, digests_of(order.unsaved), history, problem, handle.begin(), stale, others)
+        told: list[_Report] = world.gather(mine, group)
+        problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(told) if each.problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")
-        if any(is_cancelled for _, _, is_cancelled, _, _, _ in told):
+        if any(each.is_cancelled for each in told):
             raise TierfsError(f"{handle.url}: the save was cancelled")
-        if all(is_stale for _, _, _, is_stale, _, _ in told):
+        if all(each.is_stale for each in told):
             self._say_stale(handle)
-        record = {"ranks": [each for each, _, _, _, _, _ in told], "history": [each for _, _, _, _, each, _ in told]}
+        record = {"ranks": [each.digests for each in told], "history": [each.history for each in told]}
+        record["unsaved"] = [each.unsaved for each in told]
         found = world.from_first(self._look(order, record) if world.is_first else None, group)
-        if found == "same" and any(has_others for _, _, _, _, _, has_others in told):
+        if found == "same" and any(each.has_others for each in told):
             found = ""  # values that nothing compares may differ
         if found == "other":
             raise AlreadyExistsError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import MISSING
 from typing import Any
 
@@ -19,18 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.position import generators, positions, reseed, set_generators, set_positions
-from tierfs.train.run import About
+from tierfs.train.optimizers import as_saved, complete_state, gradients_of, unchanged
+from tierfs.train.position import BUFFERS, ModuleBuffers, generators, positions, reseed, set_generators, set_positions
+from tierfs.train.run import OWN, About
 from tierfs.train.values import check_values, pack, unpack
 
 _logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
-_USED = "_tierfs_used"
-"""The attribute of a gradient that has its version at the last step of the optimizer."""
 LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
 """The parts of a `TrainState` that a light checkpoint leaves out."""
 
@@ -44,7 +42,8 @@ class Wanted:
     def __init__(self, kind: str, about: About | None, names: Collection[str], only: Collection[str]) -> None:
         self.kind = kind
         self.about = about
-        self._only = only
+        self.names = frozenset(names)
+        self._only = frozenset(only)
         self._left_out = set(names) - set(only)
         self._saved = {name[:at] for name in names for at, letter in enumerate(f"{name}.") if letter == "."}
 
@@ -55,6 +54,14 @@ class Wanted:
     def has_all(self, section: str = "") -> bool:
         """Return whether everything that was saved of a section of the state is loaded; by default, of all of it."""
         return not any(not section or name.startswith(f"{section}.") for name in self._left_out)
+
+    def is_loaded(self, name: str) -> bool:
+        """Return whether a value was saved under this name, and is loaded."""
+        return name in self._only
+
+    def was_saved(self, section: str) -> bool:
+        """Return whether something of a section was saved, and is loaded."""
+        return section in self._saved and self.has(section)
 
     def saved_in(self, section: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return those values of a section for which something was saved."""
@@ -158,19 +165,33 @@ class TrainState:
         """
         self.check()
         self.step = step
+        values = self.values(kind)
+        check_values(values)
+        gradients = gradients_of(self._optimizers, [self.model])
+        return values, {"epoch": self.epoch, "lr": self.learning_rates, **gradients}
+
+    def values(self, kind: str) -> dict[str, Any]:
+        """Return the values that `to_save` saves, as they are now. A collective if the model is sharded."""
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if kind == "full" and self._optimizers:
             values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
         values["scheduler"] = [pack(each.state_dict()) for each in items_of(self.scheduler)]
-        own = {}
+        own: dict[str, Any] = self._buffers.to_save()
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
             own["loader"] = pack(positions(items_of(self.dataloader)))
         own["rng"] = pack(generators())  # last: a loader may make its iterator for its state, and draw a number for it
-        values[f"rank_{_rank()}"] = own
-        check_values(values)
-        return values, {"epoch": self.epoch, "lr": self.learning_rates, **_gradients_of(self._optimizers)}
+        values[_own()] = own
+        return values
+
+    def unsaved(self) -> dict[str, Any]:
+        """Return copies of what training also depends on, and no checkpoint holds. A restore compares it."""
+        return self._buffers.unsaved()
+
+    @property
+    def _buffers(self) -> ModuleBuffers:
+        return ModuleBuffers([self.model])
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded."""
@@ -179,13 +200,13 @@ class TrainState:
         if kind == "full" and self._optimizers and wanted.has(FULL_ONLY):
             values["optimizer"] = _joined(self._optimizer_to_load(each, wanted) for each in self._optimizers)
         values["scheduler"] = ["" for _ in items_of(self.scheduler)]
-        own = {"rng": ""}
+        own: dict[str, Any] = {"rng": ""}
         if kind == "full":
             values["scaler"] = ""
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
             own["loader"] = ""
         if about is None or about.world_size == _world_size():
-            values[f"rank_{_rank()}"] = own
+            values[_own()] = {**own, **self._buffers.to_load(is_saved=wanted.was_saved(f"{_own()}.{BUFFERS}"))}
         return values
 
     def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
@@ -218,19 +239,17 @@ class TrainState:
 
     def _take_own(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
-        own, about = values.get(f"rank_{_rank()}"), wanted.about
+        own, about = values.get(_own()), wanted.about
         if own is None:
             assert about is not None, "only a description with another world size omits them"
             if not wanted.has_all():
                 return []
-            seed = reseed(about.run, about.step, _rank())
-            ranks = f"{about.world_size} ranks saved it, but {_world_size()} restored it"
-            seeded = f"seeded from the run, the step and the rank ({seed} on this one)"
-            notes = [f"{ranks}: random generators cannot be restored, and are {seeded}"]
+            notes = _reseeded(about)
             if self.dataloader is not None:
                 notes.append("the data loader's position cannot be restored: it keeps the one it was created with")
             return notes
         notes = []
+        self._buffers.loaded(own)
         if own.get("loader"):
             notes += set_positions(items_of(self.dataloader), unpack(own["loader"], "loader"), self.epoch)
         if own["rng"]:
@@ -241,7 +260,7 @@ class TrainState:
     def _optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         is_new = not optimizer.state
         try:
-            with _unchanged(optimizer):
+            with unchanged(optimizer):
                 found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
         finally:
             if is_new:
@@ -252,7 +271,7 @@ class TrainState:
         return found
 
     def _optimizer_to_load(self, optimizer: torch.optim.Optimizer, wanted: Wanted) -> dict[str, Any]:
-        with _complete_state(optimizer, is_whole=wanted.has_all(FULL_ONLY)):
+        with complete_state(optimizer, is_whole=wanted.has_all(FULL_ONLY)):
             found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
         found["state"] = wanted.saved_in(f"{FULL_ONLY}.state", found["state"])
         return found
@@ -264,13 +283,16 @@ class TrainState:
             own = [next(groups) for _ in optimizer.param_groups]
             names = {name for group in own for name in group["params"]}
             state = {name: each for name, each in values["state"].items() if name in names}
-            set_optimizer_state_dict(
-                self.model, optimizer, {"state": state, "param_groups": own}, options=StateDictOptions(strict=False)
-            )
+            with as_saved(optimizer):
+                set_optimizer_state_dict(
+                    self.model, optimizer, {"state": state, "param_groups": own}, options=StateDictOptions(strict=False)
+                )
 
 
 class DictState:
     """A user's dict of tensors, plain values and objects with ``state_dict``, with the interface of `TrainState`.
+
+    This rank's random generators and buffers are saved beside the entries.
 
     Args:
         entries: The mapping. A load replaces entries without ``load_state_dict`` if this is a dict.
@@ -282,18 +304,37 @@ class DictState:
         self.entries = entries
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values = {name: _state_of(value) for name, value in self._of_kind(kind)}
+        values = self.values(kind)
         check_values(values)
-        return values, _gradients_of(
-            [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
-        )
+        optimizers = [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
+        return values, gradients_of(optimizers, self._modules)
+
+    def values(self, kind: str) -> dict[str, Any]:
+        values = {name: _state_of(value) for name, value in self._of_kind(kind)}
+        return {**values, self._beside: {**self._buffers.to_save(), "rng": pack(generators())}}
+
+    def unsaved(self) -> dict[str, Any]:
+        return self._buffers.unsaved()
+
+    @property
+    def _beside(self) -> str:
+        """The name of this rank's own values, beside an entry ``rank_N`` that a user's dict may have."""
+        return f"{_own()}.tierfs"
+
+    @property
+    def _buffers(self) -> ModuleBuffers:
+        return ModuleBuffers(self._modules)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [each for each in self.entries.values() if isinstance(each, nn.Module)]
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         values = {}
         for name, value in self._of_kind(wanted.kind):
             if isinstance(value, torch.optim.Optimizer) and wanted.has(name):
                 try:
-                    with _complete_state(value, is_whole=wanted.has_all(name)):
+                    with complete_state(value, is_whole=wanted.has_all(name)):
                         _init_optim_state(value)
                 except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
                     _logger.warning("a %s can load only the state that it has already: %s", type(value).__name__, error)
@@ -301,18 +342,29 @@ class DictState:
                 values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
             else:
                 values[name] = _state_of(value)
-        return values
+        return {**values, **self._own_to_load(wanted)}
+
+    def _own_to_load(self, wanted: Wanted) -> dict[str, Any]:
+        own = self._buffers.to_load(is_saved=wanted.was_saved(f"{self._beside}.{BUFFERS}"))
+        if wanted.was_saved(f"{self._beside}.rng"):
+            own["rng"] = ""
+        return {self._beside: own} if own else {}
 
     def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self.entries.items() if kind == "full" or name != FULL_ONLY)
 
     def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         for name, value in values.items():
-            if wanted.has(name):
+            if name in self.entries and wanted.has(name):
                 _load_entry(self.entries, name, value)
+        own, about = values.get(self._beside, {}), wanted.about
+        self._buffers.loaded(own)
         missing = sorted(self.entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
-        return notes + _not_saved(wanted.about)
+        notes += _not_saved(about)
+        if "rng" in own:
+            return notes + set_generators(unpack(own["rng"], "rng"))
+        return notes + (_reseeded(about) if about is not None and wanted.has_all() else [])
 
 
 def as_state(state: Any) -> TrainState | DictState:
@@ -343,75 +395,18 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-@contextmanager
-def _unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor]]:
-    """Yield the parameters, and restore their gradients and the learning rates.
-
-    torch changes both while it makes an optimizer's state, and leaves them so if that fails.
-    """
-    groups = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    gradients = [each.grad for each in parameters]
-    try:
-        yield parameters
-    finally:
-        for group, rate in groups:
-            group["lr"] = rate
-        for each, gradient in zip(parameters, gradients, strict=True):
-            each.grad = gradient
-
-
-@contextmanager
-def _complete_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> Iterator[None]:
-    """Let torch make the state that parameters lack, to load into. If that fails, the state stays as it was.
-
-    torch makes it only for an optimizer that has neither state nor gradients. Without it, saved state would be skipped.
-    If not all saved state is loaded (``is_whole``), the optimizer keeps the state that it has.
-    """
-    before = dict(optimizer.state)
-    with _unchanged(optimizer) as parameters:
-        # Where no parameter lacks state, the load uses its memory.
-        if is_whole and not all(optimizer.state.get(each) for each in parameters):
-            optimizer.state.clear()
-        for each in parameters:
-            each.grad = None
-        try:
-            yield
-        except BaseException:
-            optimizer.state.clear()
-            optimizer.state.update(before)
-            raise
-
-
-def _note_used(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Note at the first gradient that the optimizer made a step with the gradients as they are now."""
-    gradient = None if torch.compiler.is_compiling() else next(_gradients(optimizer), None)
-    if gradient is not None:
-        setattr(gradient, _USED, gradient._version)
-
-
-register_optimizer_step_post_hook(_note_used)
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
-    return (getattr(each, "_local_tensor", each) for each in gradients if each is not None)
-
-
-def _gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Say for `About` whether there are gradients that no step of an optimizer has used. A checkpoint has no gradients."""
-    for optimizer in optimizers:
-        first = next(_gradients(optimizer), None)
-        is_used = first is None or getattr(first, _USED, None) == first._version
-        if not is_used and any(bool(each.any()) for each in _gradients(optimizer)):
-            return {"has_gradients": True}
-    return {}
-
-
 def _not_saved(about: About | None) -> list[str]:
     if about is None or not about.state.get("has_gradients"):
         return []
     return ["the save was in the middle of a gradient accumulation: gradients are not saved"]
+
+
+def _reseeded(about: About) -> list[str]:
+    """Seed the random generators, whose states at the save are not this rank's. Return a note."""
+    seed = reseed(about.run, about.step, _rank())
+    ranks = f"{about.world_size} ranks saved it, but {_world_size()} restored it"
+    seeded = f"seeded from the run, the step and the rank ({seed} on this one)"
+    return [f"{ranks}: random generators cannot be restored, and are {seeded}"]
 
 
 def _state_of(value: Any) -> Any:
@@ -419,10 +414,21 @@ def _state_of(value: Any) -> Any:
 
 
 def _load_entry(entries: Mapping[str, Any], name: str, value: Any) -> None:
-    if hasattr(entries[name], "load_state_dict"):
-        entries[name].load_state_dict(value)
+    entry = entries[name]
+    if isinstance(entry, torch.optim.Optimizer):
+        with ExitStack() as loading:
+            for each in (entry, *getattr(entry, "optimizers", ())):  # torchtitan's holds others
+                loading.enter_context(as_saved(each))
+            entry.load_state_dict(value)
+    elif hasattr(entry, "load_state_dict"):
+        entry.load_state_dict(value)
     elif isinstance(entries, dict):
         entries[name] = value
+
+
+def _own() -> str:
+    """Return the name of the values that this rank has for itself."""
+    return f"{OWN}{_rank()}"
 
 
 def _rank() -> int:

@@ -27,6 +27,7 @@ from tierfs.errors import FormatError, InvalidInputError, TierfsError
 
 TENSOR, VALUE = "t", "v"
 """The first letter of a digest: of a tensor, or of another value."""
+_SETS = (set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -49,7 +50,7 @@ def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
     """
     found = {}
     for name, value in leaves(state):
-        digest = _digest(value)
+        digest = digest_of(value)
         if digest is not None:
             found[name] = digest
     return found
@@ -75,10 +76,11 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
 
 def without_digest(state: Mapping[str, Any]) -> list[str]:
     """Return the names of values that this rank saves without a digest. Nothing tells whether they have changed."""
-    return [name for name, value in leaves(state) if not _has_digest(value) and not isinstance(value, RemoteReplica)]
+    return [name for name, value in leaves(state) if not has_digest(value) and not isinstance(value, RemoteReplica)]
 
 
-def _has_digest(value: Any) -> bool:
+def has_digest(value: Any) -> bool:
+    """Return whether `digests_of` has a digest for a value."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
@@ -90,8 +92,9 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
-def _digest(value: Any) -> str | None:
-    if not _has_digest(value):
+def digest_of(value: Any) -> str | None:
+    """Return the digest of a leaf; for a sharded tensor, that of its local shard; ``None`` for a type without one."""
+    if not has_digest(value):
         return None
     if isinstance(value, DTensor):
         value = value.to_local()
@@ -101,12 +104,12 @@ def _digest(value: Any) -> str | None:
         return VALUE + _of(
             repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
         )
-    return VALUE + _of(repr(value), memoryview(b""))
+    return VALUE + _of(pack(value) if type(value) in _SETS else repr(value), memoryview(b""))
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, text, bytes or ``None``, or a list or tuple of such values only."""
-    return type(value) in _PLAIN or (type(value) in {list, tuple} and all(map(is_plain, value)))
+    """Return whether a value is a number, text, bytes or ``None``, or a list, tuple or set of such values only."""
+    return type(value) in _PLAIN or (type(value) in {list, tuple, *_SETS} and all(map(is_plain, value)))
 
 
 def _of(kind: str, data: memoryview) -> str:

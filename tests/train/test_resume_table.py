@@ -1,0 +1,90 @@
+"""The documented table of what a restore brings back: each cell is equal, noted or refused, none differs in silence."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist
+from support import resume_ranks
+from support.resume_cells import CONTENTS, OPTIONS, STEPS, cell
+from support.torch_ranks import run_world
+
+import tierfs
+from tierfs.train import Manager
+
+PAGE = Path(__file__).parents[2] / "docs/reference/training.md"
+NOT_RUN = "-"  # torch itself refuses to train so
+
+
+def table():
+    """Return the cells of the documented table, by content and column."""
+    section = PAGE.read_text().partition("## What a restore brings back")[2].partition("\n## ")[0]
+    rows = [[each.strip() for each in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
+
+
+TABLE = table()
+
+
+def test_the_table_has_every_content():
+    assert list(TABLE) == list(CONTENTS)
+    cells = {each for row in TABLE.values() for each in row.values()}
+    assert cells == {"equal", "noted", "refused", NOT_RUN}
+
+
+@pytest.mark.parametrize(("how", "column"), [("full", "full"), ("rollback", "rollback")])
+@pytest.mark.parametrize("kind", ["state", "dict"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_one_process(content, kind, how, column, root):
+    found, why = cell(content, root, kind=kind, how=how)
+    assert found == TABLE[content][column], why
+
+
+@pytest.mark.parametrize("how", ["light", "only="])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_part_of_the_state_is_noted(content, how, root):
+    found, why = cell(content, root, how=how)
+    assert found in {"noted", TABLE[content]["full"]} - {"equal"}, why
+
+
+@pytest.mark.parametrize("runs", ["compiled", "compiled step"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_compiled(content, runs, root):
+    found, why = cell(content, root, runs=runs)
+    assert found == TABLE[content]["`torch.compile`"], why
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The cells that each of two ranks found, and where they saved."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    directory = tmp_path_factory.mktemp("resume-ranks")
+    url = f"tierfs::file://{directory}/store"
+    tierfs.init(f"file://{directory}/store")
+    run_world(resume_ranks.main, resume_ranks.WORLD, directory, url)
+    return [json.loads((directory / f"cells-{rank}.json").read_text()) for rank in range(resume_ranks.WORLD)], url
+
+
+@pytest.mark.parametrize("runs", resume_ranks.RUNS)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_two_ranks(ranks, content, runs):
+    for each in ranks[0]:
+        found, why = each[f"{content}/{runs}"]
+        assert found.replace("not run", NOT_RUN) == TABLE[content][runs], why
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_one_rank_restores_what_two_saved(ranks, content):
+    cells, url = ranks
+    made = CONTENTS[content](1)
+    if cells[0][f"{content}/DDP"][0] in {"not run", "refused"}:
+        return  # there is no such checkpoint
+    with Manager(resume_ranks.place(url, content, "DDP"), **OPTIONS) as run:
+        restored = run.restore(made.state("state"))
+    assert restored.step == STEPS
+    assert any(re.search(r"2 ranks saved it, (and|but) 1 restored it", note) for note in restored.notes)
