@@ -326,9 +326,13 @@ class _TrainerParts(TrainState):
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         self.extra["trainer"] = self._trainer.tierfs_progress()
         values, said = super().to_save(step, kind)
-        model = saved_of(self.model, values.pop("model"))
-        self._trainer.tierfs_files_of(step, model)
-        return {**model, **values}, said
+        names = saved_of(self.model, get_model_state_dict(self.model))
+        self._trainer.tierfs_files_of(step, {name: values[name] for name in names})
+        return values, said
+
+    def values(self, kind: str) -> dict[str, Any]:
+        values = super().values(kind)
+        return {**saved_of(self.model, values.pop("model")), **values}
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         values = super().to_load(wanted)

@@ -33,6 +33,7 @@ from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
 from tierfs.plugs import announce, checked_url, is_ours
+from tierfs.train.optimizers import as_saved
 from tierfs.train.position import generators, reseed, set_generators
 from tierfs.train.values import pack, unpack
 
@@ -236,7 +237,8 @@ class _Sharded:
         options = StateDictOptions(strict=strict)
         set_model_state_dict(module, state[name], options=options)
         for each, optimizer in optimizers.items():
-            set_optimizer_state_dict(module, optimizer, state[each], options=options)
+            with as_saved(optimizer):
+                set_optimizer_state_dict(module, optimizer, state[each], options=options)
         rest: dict[str, Any] = torch.load(io.BytesIO(state["rest"]), weights_only=weights_only)
         return rest
 

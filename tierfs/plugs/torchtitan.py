@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 import tyro
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import CheckpointManager
@@ -18,10 +17,7 @@ from torchtitan.tools.logging import logger
 from tierfs.errors import NotFoundError
 from tierfs.plugs import announce, checked_url
 from tierfs.train import Every, Latest, Manager, Preemption
-from tierfs.train.position import generators, reseed, set_generators
-from tierfs.train.run import OWN
 from tierfs.train.state import DictState, Wanted
-from tierfs.train.values import pack, unpack
 
 _InCode = Annotated[Any, tyro.conf.Suppress]  # no option of the command line
 
@@ -105,43 +101,27 @@ class TierCheckpointManager(CheckpointManager):
 
 
 class _States(DictState):
-    """torchtitan's states by name, and the generators of each rank. A light checkpoint has the model as exported."""
+    """torchtitan's states by name. A light checkpoint has the model as exported."""
 
     def __init__(self, entries: Mapping[str, Any], export_dtype: torch.dtype) -> None:
         super().__init__(entries)
         self._export_dtype = export_dtype
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._own = f"{OWN}{self._rank}"
 
     def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self.entries.items() if kind == "full" or name == MODEL)
 
-    def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, facts = super().to_save(step, kind)
-        if kind == "full":
-            values[self._own] = {"rng": pack(generators())}
-        else:
+    def values(self, kind: str) -> dict[str, Any]:
+        values = super().values(kind)
+        if kind == "light":
             values[MODEL] = {
                 name: value.to(self._export_dtype) if torch.is_tensor(value) and value.is_floating_point() else value
                 for name, value in values[MODEL].items()
             }
-        return values, facts
+        return values
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         # torchtitan's container of optimizers is an optimizer to torch, but its state is flat and complete.
-        values = {name: value.state_dict() for name, value in self._of_kind(wanted.kind)}
-        if wanted.kind == "full" and wanted.about is not None and wanted.about.world_size == self._ranks:
-            values[self._own] = {"rng": ""}
-        return values
-
-    def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
-        own = values.get(self._own)
-        notes = super().loaded({name: value for name, value in values.items() if name != self._own}, wanted)
-        if own is not None:
-            return notes + set_generators(unpack(own["rng"], "rng"))
-        if wanted.kind == "full" and wanted.about is not None:
-            reseed(wanted.about.run, wanted.about.step, self._rank)
-            saved = wanted.about.world_size
-            notes.append(f"{saved} ranks saved it, and {self._ranks} restored it: generators are seeded")
-        return notes
+        return {
+            **{name: value.state_dict() for name, value in self._of_kind(wanted.kind)},
+            **self._own_to_load(wanted),
+        }
