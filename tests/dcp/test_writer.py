@@ -27,7 +27,6 @@ from support.held_planner import Held
 from support.opened import descriptors
 from support.waiting import HANG_S, until
 from torch._subclasses import FakeTensorMode
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
@@ -530,7 +529,7 @@ def test_metadata_name_the_save_and_the_load_as_torchs_do(url):
 
 
 def test_a_state_staged_in_private_memory_is_saved_without_local_tiers(url):
-    staged = TierWriter(url, layout="dcp", **OPTIONS).stage(state(1))
+    staged = TierWriter(url, ram="0", nvme="0").stage(state(1))
     dcp.save(staged, storage_writer=TierWriter(url, ram="0", nvme="0"), checkpoint_id=f"{url}/1")
     assert same(loaded(f"{url}/1", state(1)), state(1))
 
@@ -684,13 +683,12 @@ def test_an_old_staged_state_is_not_taken_for_new_memory(url, tmp_path):
             dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/again")
 
 
-@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
-def test_an_old_save_is_not_taken_for_new_memory_elsewhere(url, tmp_path, layout):
+def test_an_old_save_is_not_taken_for_new_memory_elsewhere(url, tmp_path):
     tierfs.init(f"file://{tmp_path}/other")
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(state(1))
     dcp.save(staged, storage_writer=writer)
-    other = TierWriter(f"tierfs::file://{tmp_path}/other/run", layout=layout, **OPTIONS)
+    other = TierWriter(f"tierfs::file://{tmp_path}/other/run", **OPTIONS)
     with pytest.raises(dcp.api.CheckpointException, match="stage it again"):
         dcp.save(staged, storage_writer=other)
     dcp.save(state(1), storage_writer=other)
@@ -861,25 +859,9 @@ def test_a_tensor_that_is_more_than_its_elements_is_refused_by_name(url, what, h
     assert not fs.exists(path)
 
 
-@without_warnings
-@pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("what", ["sparse_coo", "memory was freed"])
-def test_the_stock_layout_refuses_by_name_what_torch_cannot_save(url, what, how):
-    writer = TierWriter(url, layout="dcp", **OPTIONS)
-    with pytest.raises(dcp.api.CheckpointException, match=rf"'bad', a tensor.*{what}"):
-        getattr(dcp, how)({"bad": UNUSUAL[what]()}, storage_writer=writer).result()
-
-
-@without_warnings
-def test_the_stock_layout_takes_a_quantized_tensor_and_gives_it_back(url):
-    def quantized(value):
-        return torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
-
-    dcp.save({"a": quantized(1.0)}, storage_writer=TierWriter(url, layout="dcp", **OPTIONS))
-    for reader in (TierReader(url, **OPTIONS), FsspecReader(url)):
-        found = {"a": quantized(2.0)}
-        dcp.load(found, storage_reader=reader)
-        assert torch.equal(found["a"], quantized(1.0))
+def test_another_layout_is_refused_with_the_way_to_export(url):
+    with pytest.raises(InvalidInputError, match="tierfs checkpoint export"):
+        TierWriter(url, layout="dcp", **OPTIONS)
 
 
 class Headstrong(DefaultSavePlanner):
@@ -1055,7 +1037,7 @@ def test_a_writer_is_pickled_by_its_configuration(url):
     assert len(data) < 2000
     dcp.save(state(1), storage_writer=pickle.loads(data))
     assert same(loaded(url, state(1)), state(1))
-    careful = pickle.loads(pickle.dumps(TierWriter(url, overwrite=False, layout="dcp", **OPTIONS)))
+    careful = pickle.loads(pickle.dumps(TierWriter(url, overwrite=False, **OPTIONS)))
     with pytest.raises(dcp.api.CheckpointException, match=r"Checkpoint already exists.*holds a checkpoint"):
         dcp.save(state(2), storage_writer=careful)
 
@@ -1070,9 +1052,8 @@ def test_without_collectives_each_rank_has_metadata_of_its_own(url):
     assert not fs.exists(f"{path}/.metadata")
 
 
-@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
-def test_ranks_that_save_on_their_own_do_not_save_where_they_saved_together(url, layout):
-    writer = TierWriter(url, layout=layout, **OPTIONS)
+def test_ranks_that_save_on_their_own_do_not_save_where_they_saved_together(url):
+    writer = TierWriter(url, **OPTIONS)
     dcp.save(state(1), storage_writer=writer)
     with pytest.raises(AlreadyExistsError, match=r"another directory, or remove \.metadata"):
         dcp.save(state(2), storage_writer=writer, use_collectives=False)
@@ -1083,9 +1064,8 @@ def test_ranks_that_save_on_their_own_do_not_save_where_they_saved_together(url,
     assert same(loaded(url, state(2)), state(2))
 
 
-@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
-def test_the_metadata_has_torch_s_version(url, layout):
-    returned = dcp.save({"a": noise(3)}, storage_writer=TierWriter(url, layout=layout, **OPTIONS))
+def test_the_metadata_has_torch_s_version(url):
+    returned = dcp.save({"a": noise(3)}, storage_writer=TierWriter(url, **OPTIONS))
     found = TierReader(url, **OPTIONS).read_metadata()
     assert found.version == returned.version == CURRENT_DCP_VERSION
 

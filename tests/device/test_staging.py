@@ -522,16 +522,6 @@ def test_unstaged_tensors_are_copied_at_once(gpu, url):
     assert is_same(loaded(gpu, state, f"{url}/a", on_device=True), copied(state))
 
 
-def test_layout_dcp_is_saved_from_a_gpu(gpu, url):
-    state = state_on(gpu)
-    writer = TierWriter(url, layout="dcp", stage="device", device="64MiB")
-    before = copied(state)
-    staged = writer.stage(state)
-    change(gpu, state)
-    save(writer, staged, f"{url}/a")
-    assert is_same(loaded(gpu, state, f"{url}/a"), before)
-
-
 def test_a_state_larger_than_the_ram_tier_goes_in_waves(gpu, url):
     writer = TierWriter(url, stage="device", device="256MiB", ram="48MiB")
     state = {

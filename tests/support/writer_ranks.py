@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -99,9 +98,9 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
     `dcp_ranks` runs it: those ranks have such a process, which takes seconds to start.
     """
     torchs = DefaultStager(StagingOptions(False, True, False, False))
-    for seed, layout, stager in ((1, "tierfs", None), (2, "tierfs", torchs), (3, "dcp", None)):
+    for seed, stager in ((1, None), (2, torchs)):
         live = sharded(mesh, seed, [Shard(0)])
-        writer = TierWriter(f"{url}/elsewhere", layout=layout, **OPTIONS)
+        writer = TierWriter(f"{url}/elsewhere", **OPTIONS)
         future = dcp.async_save(
             live,
             storage_writer=writer,
@@ -114,33 +113,8 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         other = TierWriter(f"{url}/{seed}", **OPTIONS)
         other.wait("object")
         assert other.ack() == "object"
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
-    check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
-
-
-def stock_layout(url: str, mesh: DeviceMesh) -> None:
-    """Save in torch's layout in every way, and load with torch's readers under another layout of ranks."""
-    writer = TierWriter(url, layout="dcp", **OPTIONS)
-    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer, checkpoint_id=f"{url}/1")
-    for seed in (2, 3):  # the second save stages replicas once
-        live = sharded(mesh, seed, [Shard(0)])
-        future = dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}")
-        live["rows"].to_local().zero_()
-        future.result()
-    for seed in (1, 2, 3):
-        for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
-            check(f"{url}/{seed}", mesh, seed, placements)
-            check(f"{url}/{seed}", mesh, seed, placements, reader=FsspecReader)
-    here = {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/stock-{dist.get_rank()}"}
-    try:
-        dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", **here))
-    except CheckpointException as error:
-        assert "save with ack='object'" in str(error)  # noqa: PT017 - on every rank
-    else:
-        raise AssertionError("half of it is on another host")
-    dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", ack="object", **here))
-    check(f"{url}/4", mesh, 4, [Shard(1)], here, reader=FsspecReader)
 
 
 def failure(url: str, mesh: DeviceMesh) -> None:
@@ -621,7 +595,6 @@ SCENARIOS = {
     for scenario in (
         resharding,
         staged,
-        stock_layout,
         failure,
         failure_of_the_coordinator,
         unusual_on_one_rank,

@@ -200,10 +200,7 @@ def problem_of(tensor: Any) -> str:
     if tensor.is_nested:
         return "it is nested: store the tensors that unbind() gives"
     if hasattr(tensor, "__tensor_flatten__"):
-        return (
-            f"a {type(tensor).__name__} consists of other tensors: pass those (to_local() of a DTensor, for example), "
-            "or save it as it is by dcp.save with layout='dcp'"
-        )
+        return f"a {type(tensor).__name__} consists of other tensors: pass those (to_local() of a DTensor, for example)"
     if isinstance(tensor, FakeTensor):
         return "it is a FakeTensor, which has no content: make it outside of FakeTensorMode"
     if tensor.layout != torch.strided:

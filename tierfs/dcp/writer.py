@@ -37,7 +37,7 @@ from tierfs.dcp.save.saves import (
     note_stored,
 )
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
-from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
+from tierfs.dcp.save.shard_writer import write_shard
 from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.dcp.stager import stage
 from tierfs.device.drain import Gate
@@ -50,7 +50,6 @@ from tierfs.store import Store, status
 from tierfs.store.commit import Commits
 
 YIELD_S = 0.001
-LAYOUTS = ("tierfs", "dcp")
 
 
 class _WriterThread(threading.local):
@@ -92,9 +91,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         overwrite: Whether a save may replace a checkpoint. The old checkpoint can be loaded until the new one is
             complete. If false, such a save raises `AlreadyExistsError`.
         _extensions: Transformations of streams. They are not supported.
-        layout: ``"tierfs"``, or ``"dcp"`` for a checkpoint that torch's own readers can load: ``FsspecReader`` from
-            the store, ``FileSystemReader`` from a copy. ``"dcp"`` copies the tensors once more in memory, and needs
-            ``ack="object"`` if the ranks run on several hosts.
         ack: The level at which a save returns; ``None`` takes the configured level. If the ranks run on several hosts,
             the checkpoint can be loaded once every part is in the object tier, whatever the level.
         stage: How `stage` copies tensors, so that training may change them.
@@ -134,7 +130,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
         *,
-        layout: str = "tierfs",
         ack: str | None = "staged",
         stage: str = "auto",
         device: str | int | None = None,
@@ -142,12 +137,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     ) -> None:
         if _extensions:
             raise InvalidInputError("TierWriter takes no _extensions: the store encodes the data")
+        if "layout" in options:
+            raise InvalidInputError(
+                "TierWriter has one layout: `tierfs checkpoint export` writes what torch's readers read"
+            )
         self._gpu = GpuStaging(stage, device)
         self._stage_options = stage, device
-        if layout not in LAYOUTS:
-            raise InvalidInputError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
         self._address = Address.of(path, {**options, "ack": ack})
-        self._is_stock = layout == "dcp"
         self._overwrite = overwrite
         self._replicas = Replicas() if stage != "all" else None
         self._begin_anew()
@@ -157,7 +153,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_address", "_is_stock", "_overwrite", "_stage_options")
+        kept = ("_address", "_overwrite", "_stage_options")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -225,16 +221,15 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         if self._replicas is not None:
             save.taken = self._replicas.take()
-        if not self._is_stock:  # layout="dcp" writes through the ram tier again: its copy must not fill that tier
-            file = ShardFile(store, self._gpu)
-            try:
-                staged, self._plan = stage(state_dict, file, save, self._plan)
-                return staged
-            except BaseException as error:
-                file.abort()  # its memory is needed to write in waves
-                if not isinstance(error, CapacityError):
-                    raise
-                say_waves(store, error)
+        file = ShardFile(store, self._gpu)
+        try:
+            staged, self._plan = stage(state_dict, file, save, self._plan)
+            return staged
+        except BaseException as error:
+            file.abort()  # its memory is needed to write in waves
+            if not isinstance(error, CapacityError):
+                raise
+            say_waves(store, error)
         staged, self._plan = stage(state_dict, ShardFile(store, self._gpu, private=True), save, self._plan)
         return staged
 
@@ -359,15 +354,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return future
 
     def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], save: Save) -> list[WriteResult]:
-        unique = secrets.token_hex(4)
-        if self._is_stock:
-            checks.check_archived(items)
-            name = f"__{save.rank}_{unique}{SUFFIX}"
-            length, begins, sizes = write_archives(store, inside(path, name), [data for _, data in items])
-        else:
-            name = f"rank-{save.rank:05d}-{unique}.safetensors"
-            checks.check_objects(items)
-            length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, save)
+        name = f"rank-{save.rank:05d}-{secrets.token_hex(4)}.safetensors"
+        checks.check_objects(items)
+        length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, save)
         host = publish.host_of(store)
         return [
             WriteResult(item.index, size, (BytesPlace(name, begin, size), length, host))
@@ -392,7 +381,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         save.metadata_path = inside(path, save.metadata_name)
         stored = [result for rank in results for result in rank]
         with planning(LINGER_S):
-            mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts, is_stock=self._is_stock)
+            mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts)
         # DCP sends this object to the other ranks, whose writers learn from it that the save finished.
         metadata.storage_meta = SavedMeta(
             save.target.url, mark.save_id, metadata_path=save.metadata_path, sequence=mark.sequence

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.dcp.objects import check_object
 from tierfs.dcp.save.replicas import RemoteReplica
-from tierfs.dcp.save.shard_file import check_is_held
-from tierfs.dcp.tensorbytes import Refused, has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
+from tierfs.dcp.tensorbytes import Refused, has_size_in_plans
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
@@ -105,17 +104,3 @@ def check_objects(items: Sequence[tuple[WriteItem, Any]]) -> None:
     for item, data in items:
         if item.type is WriteItemType.BYTE_IO:
             check_object(item.index.fqn, data.getbuffer())
-
-
-def check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """Check that ``torch.save`` can write the tensors, and that none of them was staged and saved before.
-
-    ``torch.save`` can write some tensors that consist of more than their elements: quantized ones, and those with
-    ``__tensor_flatten__``.
-    """
-    for item, data in items:
-        if item.type is WriteItemType.BYTE_IO or hasattr(data, "__tensor_flatten__"):
-            continue
-        if not is_quantized(data) or lacks_quantizer(data):
-            refuse_unusual(data, item.index.fqn)
-            check_is_held(data)

@@ -13,8 +13,6 @@ from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.metadata import encode
 from tierfs.dcp.save.checks import check_owners
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.torch_format.metadata import encode_pickle
-from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT, SaveMark, turn_of
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
@@ -31,8 +29,6 @@ def publish_checkpoint(
     metadata: Metadata,
     results: Sequence[WriteResult],
     facts: Mapping[str, str],
-    *,
-    is_stock: bool,
 ) -> SaveMark:
     """Publish a checkpoint, on the coordinator.
 
@@ -45,7 +41,6 @@ def publish_checkpoint(
         metadata: As DCP planned it.
         results: Of all ranks.
         facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
-        is_stock: Whether the files are archives that torch's own readers can read.
 
     Returns:
         The mark of the save.
@@ -53,8 +48,7 @@ def publish_checkpoint(
     Raises:
         StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
         ConflictError: A save to the same directory is published that this one may not replace.
-        InvalidInputError: No rank saved a tensor that ranks left to each other. Or ``is_stock``, and the ranks run on
-            several hosts: that layout cannot wait for the other hosts' parts.
+        InvalidInputError: No rank saved a tensor that ranks left to each other.
     """
     assert save.planned is not None, "prepare_global_plan comes first"
     mark, url, commits = save.planned, save.target.url, Commits(store)
@@ -67,22 +61,12 @@ def publish_checkpoint(
             files[places[result.index].file] = length
             hosts.add(host)
     check_owners(url, places, (result.index for result in results))
-    meta = StorageMeta(checkpoint_id=url, save_id=mark.save_id)
+    complete = replace(metadata, storage_data=places, storage_meta=StorageMeta(checkpoint_id=url, save_id=mark.save_id))
+    kind, run = facts.get("kind"), facts.get("run")
+    note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=files, kind=kind, run=run)
+    document = encode(complete, note)
     # Parts of other hosts may not be in the object tier yet, and only those hosts can flush them.
-    spans_hosts = store.ack < Level.OBJECT and not hosts <= {host_of(store)}
-    if is_stock and spans_hosts:
-        raise InvalidInputError(
-            f"{url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other hosts: save with "
-            "ack='object'"
-        )
-    if is_stock:
-        document = encode_pickle(metadata, places, meta)
-    else:
-        complete = replace(metadata, storage_data=places, storage_meta=meta)
-        kind, run = facts.get("kind"), facts.get("run")
-        note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=files, kind=kind, run=run)
-        document = encode(complete, note)
-    if spans_hosts:
+    if store.ack < Level.OBJECT and not hosts <= {host_of(store)}:
         commits.announce(path, document, mark)
         return mark
     leaves_to_flusher = is_staged(store, save.metadata_path, store.ack)

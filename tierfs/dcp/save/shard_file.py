@@ -359,16 +359,6 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Place] | None:
     return memory.file, (run, entry)
 
 
-def check_is_held(tensor: torch.Tensor) -> None:
-    """Check that a tensor, if it was staged, still holds the staged bytes.
-
-    Raises as `ShardFile.check_is_held` and `ShardFile.check_arrived` do.
-    """
-    if (found := staged_in(tensor)) is not None:
-        found[0].check_is_held()
-        found[0].check_arrived()
-
-
 def say_waves(store: Store, error: CapacityError) -> None:
     """Note that a part goes through the ram tier in waves, and why. Without local tiers nothing is noted."""
     if store.tiers is not None:

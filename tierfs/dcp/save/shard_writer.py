@@ -1,4 +1,4 @@
-"""Write a rank's items to its shard file: in tierfs's layout, or as archives that torch's own readers load.
+"""Write a rank's items to its shard file.
 
 They are written from the memory where they were staged, or copied there now. A file that does not fit into the ram tier
 is written from front to back instead, so that it passes through in waves.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
@@ -21,7 +20,6 @@ from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, Place, ShardFile, memory_of, say_waves, staged_in
 from tierfs.dcp.tensorbytes import bytes_of, refuse_unusual
-from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
@@ -274,45 +272,3 @@ def _seen_otherwise(wanted: Sequence[Place]) -> dict[tuple[int, int], tuple[str,
         elif dtypes != {there.dtype} or shapes:
             found[place] = "U8", (there.length,)
     return found
-
-
-SUFFIX = filesystem.DEFAULT_SUFFIX
-
-
-def write_archives(store: Store, path: str, items: Sequence[torch.Tensor | io.BytesIO]) -> Stored:
-    """Write tensors and serialised objects as one file, from front to back, at the store's level.
-
-    The path is relative to the store, and drawn at random. Tensors may lie on any device; one at a time is copied.
-
-    Raises:
-        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
-    """
-    begins, sizes = [], []
-    writer = Writer(store, path, is_new=True)
-    try:
-        for item in items:
-            begins.append(writer.length)
-            if isinstance(item, io.BytesIO):
-                writer.write(item.getbuffer())
-            else:
-                sink = SaveSink(writer)
-                try:
-                    torch.save(_alone(item), sink)
-                except Exception:
-                    if sink.error is not None:
-                        raise sink.error from None
-                    raise
-            sizes.append(writer.length - begins[-1])
-        length = writer.length
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    return length, begins, sizes
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose storage holds only its elements, because ``torch.save`` writes the whole storage."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    is_alone = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
-    return plain if is_alone else plain.clone(memory_format=torch.contiguous_format)

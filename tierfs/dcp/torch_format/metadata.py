@@ -18,12 +18,10 @@ import io
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -217,13 +215,6 @@ class StockPlace(BytesPlace):
     """The place of the archive or safetensors file that holds one tensor, not of the tensor's bare bytes."""
 
     __slots__ = ()
-
-
-def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
-    """Return the content that torch's writers put into ``.metadata``."""
-    stored = {index: filesystem._StorageInfo(place.file, place.at, place.length) for index, place in places.items()}
-    complete = replace(metadata, storage_data=stored, storage_meta=meta)
-    return pickle.dumps(complete)
 
 
 def decode_pickle(data: bytes, where: str) -> Any:

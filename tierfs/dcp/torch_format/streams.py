@@ -20,16 +20,17 @@ from tierfs.errors import CorruptionError, TierfsError
 from tierfs.store import Reader, Writer
 
 
-class SaveSink(io.RawIOBase):
-    """Passes written bytes to a writer, which its owner has to commit.
+class SaveStream(io.RawIOBase):
+    """A file that is published when it is closed.
 
-    ``error`` tells why a write failed. torch hides that behind an error about the end of its own file.
+    It is discarded if an exception leaves its ``with``, or if it is never closed. torch hides the reason why a write
+    failed behind an error about the end of its own file; leaving the ``with`` raises the reason.
     """
 
     def __init__(self, writer: Writer) -> None:
         super().__init__()
         self._writer = writer
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
     def writable(self) -> bool:
         return True
@@ -39,15 +40,8 @@ class SaveSink(io.RawIOBase):
         try:
             return self._writer.write(data)
         except Exception as error:
-            self.error = self.error or error
+            self._error = self._error or error
             raise
-
-
-class SaveStream(SaveSink):
-    """A file that is published when it is closed.
-
-    It is discarded if an exception leaves its ``with``, or if it is never closed.
-    """
 
     def close(self) -> None:
         """Publish the written bytes, at the first call.
@@ -72,8 +66,8 @@ class SaveStream(SaveSink):
             self.close()
             return
         self.discard()
-        if self.error is not None and self.error is not error:
-            raise self.error from None
+        if self._error is not None and self._error is not error:
+            raise self._error from None
 
     def __del__(self) -> None:
         if not self.closed:
