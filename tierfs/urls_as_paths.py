@@ -25,11 +25,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _COPY = "tierfs.plugs.huggingface: TierCallback, attach, save_pretrained, from_pretrained; or a local directory, then `fs, path = fsspec.url_to_fs(URL)` and fs.put(directory, path, recursive=True)"
 _LIGHTNING = "tierfs.plugs.lightning: callbacks=[TierCheckpoint(URL)], and its strategy for sharded models"
 _DCP = "torch.distributed.checkpoint"
+_EXPORT = "tierfs.dcp.TierWriter(URL) and TierReader(URL); `tierfs checkpoint export URL TARGET` writes safetensors and torch.save files, and `tierfs checkpoint import SOURCE URL` reads them"
 # What to use instead, by the package that was called. Its innermost part that is named here counts.
 _WAYS = {
     "torch": "`with fsspec.open(URL, 'wb') as file: torch.save(value, file)`, or torch.load(file) with 'rb'",
     _DCP: "dcp.save(state, storage_writer=tierfs.dcp.TierWriter(URL)), dcp.load(state, storage_reader=tierfs.dcp.TierReader(URL))",
     f"{_DCP}._consolidate_hf_safetensors": "a copy in a local directory (`tierfs cp -r`)",
+    **dict.fromkeys((f"{_DCP}.format_utils", f"{_DCP}.hf_storage"), _EXPORT),
     "safetensors": "`with fsspec.open(URL, 'wb') as file: file.write(safetensors.torch.save(tensors))`, or a mount",
     "tensorboardX": "torch.utils.tensorboard.SummaryWriter(URL), with the package tensorboard installed",
     "wandb": "a local directory for wandb.init(dir=...) and WANDB_DIR: wandb itself sends its files from there",
@@ -80,16 +82,19 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 def _caller(frame: FrameType | None) -> str:
     """Return the framework that a program called, as `_WAYS` names it; an empty text if it called Python itself.
 
-    A framework may call another one: accelerate calls safetensors. The outermost one counts.
+    A framework may call another one: accelerate calls safetensors. The outermost one counts, and of it its innermost
+    part. The class of an object counts, too: torch calls `HuggingFaceStorageWriter` by methods of its base class.
     """
     found = ""
     while frame is not None:
-        module = name = str(frame.f_globals.get("__name__", ""))
-        while name and name not in _WAYS:
-            name = name.rpartition(".")[0]
-        if name:
-            found = name
-        elif module.partition(".")[0] not in {"tierfs", *sys.stdlib_module_names}:
+        module = str(frame.f_globals.get("__name__", ""))
+        for each in (type(frame.f_locals.get("self")).__module__, module):
+            name = each
+            while name and name not in _WAYS:
+                name = name.rpartition(".")[0]
+            if name and not found.startswith(f"{name}."):
+                found = name
+        if not name and module.partition(".")[0] not in {"tierfs", *sys.stdlib_module_names}:
             break
         frame = frame.f_back
     return found

@@ -11,7 +11,14 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    _storage_utils,
+    format_utils,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -147,15 +154,24 @@ def test_other_ids_and_what_is_handed_over_are_left_alone(root, tmp_path):
         dcp.save(state())
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda url: format_utils.dcp_to_torch_save(url, "out.pt"),
+        lambda url: format_utils.torch_save_to_dcp("in.pt", url),
+        lambda url: dcp.save(state(), storage_writer=HuggingFaceStorageWriter(url)),
+        lambda url: dcp.load(state(), storage_reader=HuggingFaceStorageReader(url)),
+    ],
+    ids=["to torch.save", "from torch.save", "to safetensors", "from safetensors"],
+)
 @pytest.mark.usefixtures("installed")
-def test_conversions_for_local_disks_refuse_a_url(root, tmp_path, monkeypatch):
+def test_conversions_for_local_disks_name_export(root, tmp_path, monkeypatch, convert):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CheckpointException, match="is a tierfs URL"):
-        format_utils.dcp_to_torch_save(f"{root}/run", "out.pt")
     torch.save(state(), "in.pt")
-    with pytest.raises(CheckpointException, match="is a tierfs URL"):
-        format_utils.torch_save_to_dcp("in.pt", f"{root}/run")
+    with pytest.raises(CheckpointException, match="is a tierfs URL") as caught:
+        convert(f"{root}/run")
+    assert "`tierfs checkpoint export URL TARGET`" in str(caught.value)
     assert os.listdir() == ["in.pt"]
 
 
