@@ -14,6 +14,8 @@ keras = pytest.importorskip("keras", reason="keras is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-to/integration-tests.md")
 pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
+duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed: docs/how-to/integration-tests.md")
+pl = pytest.importorskip("polars", reason="polars is not installed: docs/how-to/integration-tests.md")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 epath = pytest.importorskip("etils.epath", reason="etils is not installed")
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
@@ -70,6 +72,12 @@ def sent(url):
     asyncio.run(engine.send_weights(STATE.items()))
 
 
+def copied(url):
+    with duckdb.connect() as sql:
+        sql.register_filesystem(fsspec.filesystem("tierfs"))
+        sql.execute(f"COPY (SELECT 1 AS a) TO '{url}/s.parquet'")
+
+
 def written(target):
     with target as file:
         file.write(b"x")
@@ -99,6 +107,8 @@ PROGRAMS = {
         lambda fs, path: pq.write_table(TABLE, f"{path}/r2", filesystem=fs),
     ),
     "pyarrow's `FileSystem.from_uri`": (pyarrow.fs.FileSystem.from_uri, None),
+    'DuckDB, after `register_filesystem(fsspec.filesystem("tierfs"))`': (copied, None),
+    "polars' `write_parquet`": (lambda url: pl.DataFrame({"a": [1]}).write_parquet(f"{url}/t.parquet"), None),
 }
 
 
