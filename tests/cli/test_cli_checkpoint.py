@@ -298,6 +298,22 @@ def test_ranks_that_saved_on_their_own_are_verified_together_and_shown_one_by_on
 # -- diff --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_the_same_training_in_two_runs_is_the_same(url, told, tell):
+    for run, value in (("one", 1.0), ("two", 1.0), ("three", 3.0)):
+        with Manager(f"{url}/{run}", save=()) as manager:
+            manager.save(1, {"w": torch.full((4,), value)}).wait()
+    save_state(f"{url}/plain", {"w": torch.ones(4)})
+    for other in ("two/latest", "plain"):
+        found = told("checkpoint", "diff", f"{url}/one/latest", f"{url}/{other}")
+        assert (found["equal"], found["about"], found["only_a"], found["objects"]) == (True, True, [], [])
+    lines = tell("checkpoint", "diff", f"{url}/one/latest", f"{url}/two/latest").splitlines()
+    assert lines[0].startswith("not counted: tierfs.about")
+    assert lines[1].startswith("1 equal, 0 different")
+    assert not told("checkpoint", "diff", f"{url}/one/latest", f"{url}/one/latest")["about"]
+    assert not told("checkpoint", "diff", f"{url}/one/latest", f"{url}/three/latest", code=1)["equal"]
+
+
 def test_diff_says_what_differs_and_by_how_much(url, step_10, told, tell):
     save_state(f"{url}/same", state())
     found = told("checkpoint", "diff", step_10, f"{url}/same")

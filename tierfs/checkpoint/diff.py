@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierfs.checkpoint.notes import ABOUT
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of
 from tierfs.dcp.tensorbytes import bytes_of
@@ -76,6 +77,8 @@ class CheckpointDifference:
         tensors: Tensors whose elements differ.
         objects: Objects whose bytes differ.
         equal: The number of equal tensors and objects.
+        about: Whether the training manager's own description of the save differs: its step, its run, its costs.
+            That is no value of the state, so it counts neither as equal nor as a difference.
     """
 
     only_a: list[str] = field(default_factory=list)
@@ -84,6 +87,7 @@ class CheckpointDifference:
     tensors: dict[str, TensorDifference] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     equal: int = 0
+    about: bool = False
 
     @property
     def is_none(self) -> bool:
@@ -105,6 +109,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, progress: Callable[[int], object] |
     """
     found = CheckpointDifference()
     described_a, described_b = _described(a), _described(b)
+    described = described_a.pop(ABOUT, None), described_b.pop(ABOUT, None)
     found.only_a = sorted(described_a.keys() - described_b.keys())
     found.only_b = sorted(described_b.keys() - described_a.keys())
     alike = []
@@ -125,6 +130,9 @@ def compare(a: Checkpoint, b: Checkpoint, *, progress: Callable[[int], object] |
     found.objects = [
         fqn for fqn in alike if described_a[fqn] == _OBJECT and readers[0].object(fqn) != readers[1].object(fqn)
     ]
+    found.about = described[0] != described[1] or (
+        described[0] is not None and readers[0].object(ABOUT) != readers[1].object(ABOUT)
+    )
     found.equal = len(alike) - len(found.tensors) - len(found.objects)
     return found
 

@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 
 from tierfs.checkpoint.catalog import NAMED_MAX, candidates, step_of
 from tierfs.checkpoint.diff import CheckpointDifference, compare
+from tierfs.checkpoint.notes import ABOUT
 from tierfs.checkpoint.verify import CheckpointReport, verify_checkpoint
 from tierfs.cli.commands._checkpoint_catalog import or_dash
 from tierfs.cli.files.places import StorePlace, source_of
@@ -338,6 +339,7 @@ def difference_document(found: CheckpointDifference, a: StorePlace, b: StorePlac
         ],
         "objects": found.objects,
         "equal_count": found.equal,
+        "about": found.about,
     }
 
 
@@ -367,5 +369,7 @@ def _difference_lines(found: CheckpointDifference, a: StorePlace, b: StorePlace,
         yield f"           ... and {len(found.tensors) - len(tensors)} more tensors"
     for fqn in found.objects:
         yield f"differs    {printable(fqn)} (object)"
+    if found.about:
+        yield f"not counted: {ABOUT}, which says by which run, at which step and at what cost each was saved"
     count = len(found.only_a) + len(found.only_b) + len(found.unlike) + len(found.tensors) + len(found.objects)
     yield f"{found.equal} equal, {count} different: A is {printable(a.url)}, B is {printable(b.url)}"
