@@ -1,7 +1,13 @@
 """`tierfs doctor` names each thing that a machine lacks, and a remedy."""
 
 import json
+import os
+import re
 import resource
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +15,7 @@ import pytest
 import tierfs
 from tierfs.cli import main
 from tierfs.cli.commands import doctor as checks
+from tierfs.store import save
 
 
 def test_it_prints_every_check_and_exits_with_0_where_tierfs_works(tmp_path, monkeypatch, capsys):
@@ -111,12 +118,98 @@ def test_huge_pages_need_a_kernel_that_gives_them(tmp_path):
     assert checks.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "note"
 
 
-def test_a_mount_needs_a_device_and_a_helper(tmp_path):
-    device = tmp_path / "fuse"
-    assert checks.check_fuse(device, is_root=True, helper=None).state == "note"
-    device.touch()
-    assert checks.check_fuse(device, is_root=False, helper=None).state == "note"
-    assert checks.check_fuse(device, is_root=True, helper=None).state == "ok"
+@pytest.fixture
+def confined(tmp_path):
+    """Return a function that runs a command of tierfs in a place of its own, and returns exit code, stdout and stderr.
+
+    The place is a namespace of users and mounts, in which a script ends with the command, as root or as a user without a
+    name or rights. The home is an empty directory.
+    """
+    (tmp_path / "home").mkdir()
+
+    def run(script, *words, uid=0, **variables):
+        user = ["--map-root-user"] if uid == 0 else [f"--map-user={uid}"]
+        apart = ["unshare", "--user", *user, "--mount"]
+        if shutil.which("unshare") is None or subprocess.run([*apart, "true"], check=False).returncode:
+            pytest.skip("this user may not make namespaces")
+        environment = {**os.environ, "HOME": str(tmp_path / "home"), **variables}
+        done = subprocess.run(
+            [*apart, "sh", "-c", f'{script} "$@"', "sh", sys.executable, "-m", "tierfs.cli", *map(str, words)],
+            env={name: value for name, value in environment.items() if value},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("mount --bind /dev/null /dev/fuse && exec", "/dev/fuse is something else than the device of FUSE"),
+        ("exec setpriv --bounding-set -sys_admin --inh-caps -sys_admin", "cannot mount|may not mount"),
+    ],
+    ids=["another device", "no right"],
+)
+def test_a_mount_that_fails_is_not_called_ok(confined, tmp_path, url, script, words):
+    if not Path("/dev/fuse").exists():
+        pytest.skip("there is no /dev/fuse")
+    _, out, _ = confined(script, "doctor", "--json")
+    (check,) = [each for each in json.loads(out)["checks"] if each["name"] == "mount"]
+    assert check["state"] == "note"
+    assert re.search(words, check["found"])
+    assert not list(Path(tempfile.gettempdir()).glob("tierfs-doctor-*"))
+    (tmp_path / "mnt").mkdir()
+    code, _, said = confined(script, "mount", url, tmp_path / "mnt")
+    assert code
+    assert re.search(words, said)
+
+
+def test_shared_memory_that_cannot_be_written_is_noted(confined, tmp_path):
+    _, out, _ = confined('mount -t tmpfs -o ro none "$HOME" && exec', "doctor", TIERFS_SHM_DIR=f"{tmp_path}/home")
+    assert f"{tmp_path}/home is not writable: segments go to the disk" in out
+
+
+# Each: a script, and the user that it is run as.
+HOMES = {
+    "read-only": ('mount -t tmpfs -o ro none "$HOME" && exec', 0),
+    "closed": ('chmod 0 "$HOME" && exec', 12345),
+    "none": ("exec env -u HOME", 12345),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_home_that_cannot_hold_state_is_a_problem(confined, home):
+    script, uid = HOMES[home]
+    code, out, said = confined(script, "doctor", "--json", uid=uid, TIERFS_STATE_DIR="")
+    assert (code, "Traceback" in said) == (1, False), said
+    (check,) = [each for each in json.loads(out)["checks"] if each["name"] == "state directory"]
+    assert (check["state"], check["advice"]) == ("problem", "set TIERFS_STATE_DIR to a directory on a local disk")
+
+
+READS = [("ls",), ("stat",), ("status",), ("checkpoint", "ls"), ("verify",), ("cat",)]
+
+
+@pytest.mark.parametrize("words", READS, ids=" ".join)
+@pytest.mark.parametrize("home", ["read-only", "closed"])
+def test_reading_goes_on_without_a_state_directory(confined, url, store, home, words):
+    save(store, "run/a", b"content")
+    script, uid = HOMES[home]
+    place = f"{url}/run/a" if words == ("cat",) else f"{url}/run"
+    code, _, said = confined(script, *words, place, uid=uid, TIERFS_STATE_DIR="", TIERFS_RAM="64MiB")
+    assert (code, "Traceback" in said) == (0, False), said
+    assert "set TIERFS_STATE_DIR" in said or words == ("verify",)  # that uses no local tiers
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_writing_without_a_state_directory_names_it(confined, url, tmp_path, home):
+    script, uid = HOMES[home]
+    (tmp_path / "a").write_bytes(b"content")
+    code, _, said = confined(script, "cp", tmp_path / "a", f"{url}/a", uid=uid, TIERFS_STATE_DIR="", TIERFS_RAM="64MiB")
+    assert code in {2, 10}
+    assert "set TIERFS_STATE_DIR to a directory" in said
 
 
 def test_credentials_are_named_and_never_shown(tmp_path):

@@ -111,7 +111,9 @@ def check_private(directory: Path) -> None:
 def _check(directory: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ReadOnlyError(
-            f"{directory} must belong to you and be closed to others: chmod 700 {directory}", path=str(directory)
+            f"{directory} must belong to you and be closed to others: chmod 700 {directory}, or set TIERFS_STATE_DIR to "
+            "another directory",
+            path=str(directory),
         )
 
 
@@ -152,7 +154,8 @@ def refused(error: OSError, path: str | os.PathLike[str], what: str, *, tier: st
             tier=tier,
         )
     if error.errno in NO_RIGHTS:
-        return ReadOnlyError(f"{problem}: check the rights of its directory", path=str(path), tier=tier)
+        other = "" if tier == "ram" else ", or set TIERFS_STATE_DIR to a directory of yours on a local disk"
+        return ReadOnlyError(f"{problem}: check the rights of its directory{other}", path=str(path), tier=tier)
     return StoreError(problem, path=str(path), tier=tier)
 
 

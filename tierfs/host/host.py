@@ -26,7 +26,7 @@ from tierfs.host.filesystems import entries_of, filesystem_of, is_network, make_
 from tierfs.host.segment_folder import FALLBACK, SegmentFolder
 
 SMALL_SHM = (
-    "Shared memory is too small; segments are kept in the state directory instead. Staging will be slower. Give the "
+    "Shared memory is too small or cannot be used; segments are kept in the state directory instead. Staging will be slower. Give the "
     "container a larger /dev/shm."
 )
 _OWNER = re.compile(r"[0-9a-f]{16}")
@@ -42,7 +42,7 @@ def state_directory(given: str | None = None) -> Path:
             directory (``XDG_STATE_HOME``, else ``~/.local/state``).
 
     Raises:
-        InvalidInputError: The path is relative. Programs started in two directories would be two hosts, and neither
+        InvalidInputError: The path is relative, or the user has no home. Programs started in two directories would be two hosts, and neither
             would see the pending changes of the other.
     """
     given = given or os.environ.get("TIERFS_STATE_DIR")
@@ -53,8 +53,8 @@ def state_directory(given: str | None = None) -> Path:
     directory = Path(os.path.expanduser(given))
     if not directory.is_absolute():
         raise InvalidInputError(
-            f"{given}: a state directory must be an absolute path or begin with ~, so that it does not depend on the "
-            "working directory",
+            f"{given}: a state directory must be an absolute path, or begin with ~ where the user has a home: set "
+            "TIERFS_STATE_DIR to a directory on a local disk",
             path=given,
         )
     return directory

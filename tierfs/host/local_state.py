@@ -166,11 +166,12 @@ class LocalStore(NamedTuple):
 def local_stores(state: Path) -> list[LocalStore]:
     """Return each store that has a folder with a ``place.json`` in the state directory, pending ones first.
 
-    Of several stores at one place, all but the one that was opened last are gone.
+    Of several stores at one place, all but the one that was opened last are gone. Raises as `entries_of` does.
     """
     found: list[LocalStore] = []
     taken: set[str] = set()
-    for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}"), key=_changed_ns, reverse=True):
+    files = (Path(folder.path, PLACE_FILE) for folder in entries_of(state / "stores"))
+    for kept in sorted(filter(Path.exists, files), key=_changed_ns, reverse=True):
         folder = kept.parent
         try:
             places = places_in(kept)

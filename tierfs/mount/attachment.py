@@ -14,12 +14,19 @@ import shutil
 import socket
 import stat
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
 
 DEVICE = "/dev/fuse"
+DEVICE_NUMBER = 10, 229
+"""The major and minor number that Linux gives the device."""
 HELPER = "fusermount3"
+HELPER_S = 20.0
+"""Seconds that ``fusermount3`` may take."""
 KIND = "fuse.tierfs"
 READAHEAD_KIB = 4096
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
@@ -65,13 +72,26 @@ def detach(directory: Path, *, lazy: bool = False) -> None:
         number = ctypes.get_errno()
         if number != errno.EPERM:
             raise OSError(number, os.strerror(number), str(directory))
-    helper = _helper()
-    done = subprocess.run(
-        [helper, "-u", *(["-z"] if lazy else []), "--", str(directory)], capture_output=True, text=True, check=False
-    )
+    done = _run_helper(["-u", *(["-z"] if lazy else []), "--", str(directory)])
     if done.returncode:
         number = errno.EBUSY if "busy" in done.stderr else errno.EPERM
         raise OSError(number, done.stderr.strip() or os.strerror(number), str(directory))
+
+
+def try_mount() -> str:
+    """Mount on a temporary directory and unmount it at once, to see whether this process can.
+
+    Returns:
+        How it mounts: ``as root``, or the path of ``fusermount3``.
+
+    Raises:
+        StoreError, ReadOnlyError, OSError: It cannot. See `attach` and `detach`.
+    """
+    with tempfile.TemporaryDirectory(prefix="tierfs-doctor-", ignore_cleanup_errors=True) as directory:
+        # Nobody serves this mount. A program that looks at it meanwhile waits until the device is closed.
+        os.close(attach("tierfs-doctor", Path(directory), read_only=True, allow_other=False))
+        detach(Path(directory), lazy=True)
+    return "as root" if os.geteuid() == 0 else str(shutil.which(HELPER))
 
 
 def mounted_at(directory: Path) -> str | None:
@@ -98,6 +118,11 @@ def _check(directory: Path) -> None:
         raise StoreError(
             f"{DEVICE} is missing, so nothing can be mounted: load the kernel's module (modprobe fuse), or give the container the "
             "device; `tierfs cp -r` needs neither"
+        )
+    status = os.stat(DEVICE)
+    if not stat.S_ISCHR(status.st_mode) or (os.major(status.st_rdev), os.minor(status.st_rdev)) != DEVICE_NUMBER:
+        raise StoreError(
+            f"{DEVICE} is something else than the device of FUSE, so nothing can be mounted: give the container the host's"
         )
     try:
         is_directory = stat.S_ISDIR(directory.stat().st_mode)
@@ -147,13 +172,22 @@ def _open_device() -> int:
         raise StoreError(f"{DEVICE} cannot be opened, so nothing can be mounted: {error.strerror}") from error
 
 
-def _helper() -> str:
+def _run_helper(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``fusermount3``. Raise `StoreError` if it is missing, or takes longer than `HELPER_S`."""
     helper = shutil.which(HELPER)
+    if helper is None and os.geteuid() == 0:
+        raise StoreError(
+            f"this process may not mount, although it is root: give the container {DEVICE} and the right (docker: --device "
+            f"{DEVICE} --cap-add SYS_ADMIN), or install the package fuse3"
+        )
     if helper is None:
         raise StoreError(
             f"{HELPER} is missing, and only root can mount without it: install the package fuse3, or mount as root"
         )
-    return helper
+    try:
+        return subprocess.run([helper, *words], capture_output=True, text=True, check=False, timeout=HELPER_S, **how)
+    except subprocess.TimeoutExpired:
+        raise StoreError(f"{helper} did not end within {HELPER_S:g} s: mount as root, or look why it waits") from None
 
 
 def _by_helper(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> int:
@@ -170,13 +204,10 @@ def _by_helper(url: str, directory: Path, *, read_only: bool, allow_other: bool)
     options += ["allow_other"] if allow_other else []
     ours, its = socket.socketpair()
     with ours, its:
-        done = subprocess.run(
-            [_helper(), "-o", ",".join(options), "--", str(directory)],
+        done = _run_helper(
+            ["-o", ",".join(options), "--", str(directory)],
             env={**os.environ, "_FUSE_COMMFD": str(its.fileno())},
             pass_fds=[its.fileno()],
-            capture_output=True,
-            text=True,
-            check=False,
         )
         if done.returncode:
             raise ReadOnlyError(f"cannot mount on {directory}: {done.stderr.strip()}", path=str(directory))

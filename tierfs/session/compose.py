@@ -70,7 +70,7 @@ def compose(
             home = localtiers.home_of(target, settings)
         except TierfsError as error:
             # Published files can be read without local tiers.
-            if options.is_explicit and not isinstance(error, DamagedPlaceError):
+            if options.is_explicit and location.needs_tiers and not isinstance(error, DamagedPlaceError):
                 raise
             _logger.warning("%s is used without local tiers: %s", url, error)
             hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None

@@ -216,7 +216,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
     """Check that this host has no pending changes for a store that was here. See `check_nothing_is_left`."""
     state = state_of(location)
-    if (state / "stores").is_dir():
+    if os.path.isdir(state / "stores"):
         tiers = (connect(location.protocol, root, location.options) for root in ancestors)
         check_nothing_is_left(state, [name for objects in tiers for name in objects.places()])
 

@@ -164,7 +164,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     nvme: str | float = "0" if host_local or process_local else read_budget(directory / "stores" / uuid) or NVME_SHARE
     if options.nvme is not None:
         nvme = options.nvme
-    existing = next(each for each in (directory, *directory.parents) if each.exists())
+    existing = next(each for each in (directory, *directory.parents) if os.path.exists(each))
     free_bytes = shutil.disk_usage(existing).free
     ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}

@@ -62,6 +62,7 @@ class Location:
         tiers: Settings of the local tiers from arguments.
         configured: Settings of the local tiers that the configuration has for a named store.
         resumes: Whether opening the store starts a flusher for changes that other processes left pending.
+        needs_tiers: Whether it is an error if local tiers that the user asked for cannot be used.
     """
 
     protocol: str
@@ -72,6 +73,7 @@ class Location:
     tiers: TierOptions = field(default_factory=TierOptions)
     configured: TierOptions = field(default_factory=TierOptions)
     resumes: bool = True
+    needs_tiers: bool = True
 
     @property
     def is_process_local(self) -> bool:
@@ -257,7 +259,8 @@ def configured_tiers() -> TierOptions:
 
 
 def _configuration_path() -> Path:
-    return Path(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml").expanduser()
+    # Unlike `Path.expanduser`, this does not fail where a user has no home.
+    return Path(os.path.expanduser(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml"))
 
 
 def _is_there(path: Path) -> bool:

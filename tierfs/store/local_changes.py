@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def tiers_below(store: Store, path: str) -> Tiers | None:
     """
     tiers, state = _tiers_of(store), store.state_dir or state_directory()
     directory = state / "stores" / store.descriptor.uuid
-    if tiers is not None or not directory.is_dir():
+    if tiers is not None or not os.path.isdir(directory):
         return tiers
     from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415 - loads numpy
 

@@ -169,7 +169,7 @@ class KnownStores:
         try:
             kept = json.loads(path.read_bytes())
             return Descriptor.decode(kept["descriptor"].encode(), str(path)), tuple(map(str, kept["places"]))
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return None
         except (TierfsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             _logger.warning("the descriptor of %s that this host kept is unusable: %s", url, error)

@@ -1,6 +1,6 @@
 """``tierfs doctor``: check this machine, and say what to change.
 
-Checks of the machine change nothing and do not use the network. `check_endpoint` writes test objects to an endpoint, and
+Checks of the machine do not use the network, and leave nothing changed: `check_fuse` mounts and unmounts. `check_endpoint` writes test objects to an endpoint, and
 notes a changed result in the descriptor of the store there.
 """
 
@@ -27,6 +27,7 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import check_private, filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
 from tierfs.host.slab.memory import memory_limit
+from tierfs.mount.attachment import DEVICE, try_mount
 from tierfs.session import open_store, parse_url
 from tierfs.session.descriptor import probe_store
 from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_environment, resolve
@@ -128,10 +129,12 @@ def check_machine() -> Iterator[Check]:
     yield check_state_directory(settings.state_dir)
     yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_kernels(kernels.status())
-    yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
+    yield check_fuse()
     yield _gpu()
     for name, cloud in CLOUDS.items():
-        yield check_cloud(name, cloud, os.environ, Path.home(), has_client=_is_installed(cloud.package))
+        yield check_cloud(
+            name, cloud, os.environ, Path(os.path.expanduser("~")), has_client=_is_installed(cloud.package)
+        )
 
 
 def check_configuration() -> Check:
@@ -141,7 +144,7 @@ def check_configuration() -> Check:
         resolve(from_environment().over(configured_tiers()), "0" * 32, host_local=False, process_local=False)
     except InvalidInputError as error:
         return Check("configuration", "problem", str(error), "correct the setting: docs/reference/configuration.md")
-    there = Path(path).expanduser().exists()
+    there = os.path.exists(os.path.expanduser(path))
     return Check("configuration", "ok", path if there else f"no {path}: the defaults apply")
 
 
@@ -165,6 +168,9 @@ def check_shared_memory(folder: Path, memory_bytes: int, ram: str | float = RAM_
     enlarge = "give the container more shared memory (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
     if not folder.is_dir():
         return Check("shared memory", "note", f"{folder} does not exist: segments go to the disk", enlarge)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        advice = f"let this user write there, or {enlarge}"
+        return Check("shared memory", "note", f"{folder} is not writable: segments go to the disk", advice)
     usage, kind = shutil.disk_usage(folder), filesystem_of(folder)
     found = f"{folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
     if kind not in {"tmpfs", "ramfs", "unknown"}:
@@ -197,7 +203,7 @@ def check_state_directory(given: str | None) -> Check:
         directory = state_directory(given)
     except InvalidInputError as error:
         return Check("state directory", "problem", str(error), elsewhere)
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if existing == directory:
         try:
             check_private(directory)
@@ -230,23 +236,22 @@ def check_kernels(status: str) -> Check:
     return Check("kernels", "note", status, "install a C compiler, then reinstall tierfs: saves and codecs get faster")
 
 
-def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
-    """Check that `tierfs mount` works."""
-    if not device.exists():
-        return Check("mount", "note", f"{device} does not exist", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
-    if not os.access(device, os.R_OK | os.W_OK):
-        return Check(
-            "mount", "note", f"{device} cannot be opened: permission denied", "give this user read and write access"
+def check_fuse() -> Check:
+    """Check that `tierfs mount` works, by a mount on a temporary directory."""
+    try:
+        how = try_mount()
+    except (TierfsError, OSError) as error:
+        advice = (
+            f"in a container: docker run --device {DEVICE} --cap-add SYS_ADMIN; else use materialize, sync or the URL"
         )
-    if not is_root and helper is None:
-        return Check("mount", "note", "fusermount3 is not installed", "install fuse3")
-    return Check("mount", "ok", f"{device}, {'as root' if is_root else helper}")
+        return Check("mount", "note", describe(error).message, advice)
+    return Check("mount", "ok", f"{DEVICE}, {how}")
 
 
 def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: Path, *, has_client: bool) -> Check:
     """Check that a cloud's client is installed, and where it finds credentials. Never show their values."""
     found = [variable for variable in cloud.variables if environment.get(variable)]
-    found += [f"~/{file}" for file in cloud.files if (home / file).exists()]
+    found += [f"~/{file}" for file in cloud.files if os.path.exists(home / file)]
     if not has_client:
         advice = f"pip install 'tierfs[{cloud.extra}]'" if found else ""
         return Check(name, "note" if found else "ok", f"{cloud.package} is not installed", advice)

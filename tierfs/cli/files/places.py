@@ -255,7 +255,7 @@ def store_place(
     Args:
         text: ``tierfs::URL``, ``tierfs://NAME/path``, the object tier's own URL, or a local path.
         write: Whether the command is going to write. Then a missing store is created if the configuration or
-            ``TIERFS_CREATE=1`` asks for it.
+            ``TIERFS_CREATE=1`` asks for it. A command that reads goes on without local tiers that cannot be used.
         is_new: Whether the path need not exist, so that ``latest`` and ``best`` are names like others.
         as_configured: Whether to use the local tiers as configured. Otherwise writes return at level ``object``, and
             reads keep no chunks in the local tiers.
@@ -267,7 +267,7 @@ def store_place(
         StoreNotFoundError: No store contains the path.
         TierfsError: The store could not be opened.
     """
-    location = replace(parse_url(text), resumes=resumes)
+    location = replace(parse_url(text), resumes=resumes, needs_tiers=write)
     if bare:
         location = replace(location, tiers=NO_TIERS.over(location.tiers))
     store, path = open_store(location, write=write, create=write and asks_to_create(location))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.errors import FormatError
+from tierfs.errors import FormatError, ReadOnlyError
 from tierfs.host.filesystems import disk_errors
 
 TIER, CHUNKS, DRAFTS, HOLDS = "nvme", "chunks", "drafts", "holds"
@@ -123,8 +123,11 @@ def read_head(tier: Path) -> TierHead | None:
 
 
 def read_budget(store: Path) -> int | None:
-    """Return the budget of the nvme tier in a store's directory, or None if there is no tier. Raises as `read_head`."""
-    head = read_head(store / TIER)
+    """Return the budget of the nvme tier in a store's directory; None if none can be found. Raises as `read_head`."""
+    try:
+        head = read_head(store / TIER)
+    except ReadOnlyError:  # another user's place: who opens the tiers there says so
+        return None
     return None if head is None else head.budget_bytes
 
 

@@ -131,7 +131,8 @@ def _tiers(store: Store, tier: str) -> Tiers:
     if tier not in TIERS:
         raise InvalidInputError(f"{tier!r} is not a local tier: choose 'ram' or 'nvme'")
     if store.tiers is None or (tier == "nvme" and not store.tiers.has_nvme):
-        raise InvalidInputError(f"the {tier} tier is switched off for {store.url}: give it room with {tier}=")
+        why = store.unused or f"it is switched off, give it room with {tier}="
+        raise InvalidInputError(f"{store.url} has no {tier} tier here: {why}")
     return store.tiers
 
 
