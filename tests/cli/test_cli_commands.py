@@ -218,7 +218,7 @@ def test_a_suggested_command_can_be_pasted(tmp_path, capsys):
     assert main(shlex.split(shown)[1:]) == 0
     assert main(["stat", f"{place}/new dir/a"]) == 3
     shown = re.search(r"`(tierfs ls .*?)` lists", capsys.readouterr().err)[1]
-    assert shlex.split(shown)[2] == f"tierfs::file://{place}/new dir"
+    assert shlex.split(shown)[2] == f"tierfs::file://{place}"
 
 
 def test_the_help_lists_every_command(capsys):

@@ -1,7 +1,9 @@
 """``init``, ``ls``, ``stat``, ``cat``, ``du``: create a store and look at its contents."""
 
+import os
 import random
 import re
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -211,3 +213,35 @@ def test_du_tells_what_is_shared_and_what_deleting_would_free(url, tell, told):
     shown = tell("du", f"{url}/run/copy")
     assert re.search(rf"^freed bytes +17 MiB +\({document['freed_bytes']}\)$", shown, flags=re.MULTILINE)
     assert re.search(r"^shared bytes +0 B$", shown, flags=re.MULTILINE)
+
+
+def test_a_missing_path_names_the_nearest_directory(url, fail):
+    save(open_store(parse_url(url))[0], "run/a", b"content")
+    for path, there in (("typo", ""), ("typo/more", ""), ("run/typo/more", "/run"), ("run/a/more", "/run")):
+        code, error = fail("ls", f"{url}/{path}")
+        assert (code, f"`tierfs ls {url}{there}`" in error["message"]) == (3, True), error
+
+
+def test_hints_for_a_missing_checkpoint_lead_somewhere(url, fail, tmp_path):
+    for words in (("show",), ("verify",), ("export", tmp_path / "out")):
+        for place in (f"{url}/typo", f"{url}/typo/latest", f"file://{tmp_path}/none"):
+            code, error = fail("checkpoint", words[0], place, *words[1:])
+            assert code == 3
+            assert "checkpoint ls" not in error["message"]
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "s3//bucket/run", "tierfs:s3://bucket/run", "S3://bucket/run"])
+def test_what_is_nearly_a_url_is_no_local_path(fail, tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    Path("a").touch()
+    for words in (
+        ("ls", url),
+        ("init", url),
+        ("cp", "a", url),
+        ("cp", url, "b"),
+        ("sync", ".", url),
+        ("mount", url, "."),
+    ):
+        code, error = fail(*words)
+        assert (code, "write tierfs::s3://bucket/run" in error["message"]) == (2, True), error
+    assert os.listdir() == ["a"]

@@ -27,6 +27,7 @@ import tierfs.dcp
 from tierfs.dcp.address import full_url
 from tierfs.dcp.autoload import torch_imported
 from tierfs.errors import InvalidInputError
+from tierfs.train import Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -256,6 +257,15 @@ def test_slashes_that_a_path_lost_come_back(given, meant):
     assert full_url(given) == full_url(meant) == meant
     if "://" in meant:
         assert full_url(Path(meant)) == (meant if meant.startswith("tierfs") else str(Path(meant)))
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "s3//bucket/run", Path("s3://bucket/run"), "tierfs::s3//bucket/run"])
+@pytest.mark.parametrize("door", [tierfs.dcp.TierWriter, tierfs.dcp.TierReader, Manager])
+def test_what_is_nearly_a_url_is_no_path(url, door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="write tierfs::s3://bucket/run"):
+        door(url)
+    assert os.listdir() == []
 
 
 TRAINER = """

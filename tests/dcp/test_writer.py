@@ -1026,7 +1026,7 @@ def test_arguments_of_stock_writers_are_accepted(url):
         TierWriter(url, _extensions=[object()])
     with pytest.raises(InvalidInputError, match="unknown option 'colour'"):
         TierWriter(url, colour="red")
-    with pytest.raises(InvalidInputError, match="names no filesystem"):
+    with pytest.raises(InvalidInputError, match="names no store"):
         TierWriter("tierfs::simplecache::memory://x")
 
 

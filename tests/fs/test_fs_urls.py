@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -134,6 +135,45 @@ def test_a_url_without_a_store_says_what_to_write(url, advice, tmp_path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+NEARLY = {
+    "s3:/bucket/run": "tierfs::s3://bucket/run",
+    "s3:bucket/run": "tierfs::s3://bucket/run",
+    "s3//bucket/run": "tierfs::s3://bucket/run",
+    "S3://bucket/run": "tierfs::s3://bucket/run",
+    "gs:/bucket": "tierfs::gs://bucket",
+    "file:/data/run": "tierfs::file:///data/run",
+    "tierfs::s3:/bucket/run": "tierfs::s3://bucket/run",
+    "tierfs::s3//bucket/run": "tierfs::s3://bucket/run",
+    "tierfs:s3://bucket/run": "tierfs::s3://bucket/run",
+}
+
+
+@pytest.mark.parametrize(("url", "meant"), NEARLY.items(), ids=NEARLY)
+def test_what_is_nearly_a_url_is_refused_with_the_url(url, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fs = tierfs.TierFileSystem(target_protocol="file", create=True)
+    for call in (parse_url, tierfs.init, lambda url: fs.pipe(url, b"x")):
+        with pytest.raises(InvalidInputError, match=re.escape(f"write {meant}")):
+            call(url)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["tierfs::s3:/bucket/run", "tierfs::s3//bucket/run", "tierfs::s3:bucket/run"])
+def test_fsspec_makes_no_directory_of_nearly_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="write tierfs::s3://bucket/run"), fsspec.open(url, "wb", create=True):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_may_be_named_as_a_filesystem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("s3")
+    assert parse_url("s3//run").path == f"{tmp_path}/s3/run"
+    assert parse_url("./s3:/run").path == f"{tmp_path}/s3:/run"
+    assert parse_url("host:/run").path == f"{tmp_path}/host:/run"
+
+
 @pytest.mark.parametrize("name", ["a?", "a#", "a?b#", "?", "#", "a\nb", "a\tb", "a\rb", "d#/b", "a#b?c"])
 def test_names_keep_characters_that_urls_drop(name):
     pytest.importorskip("adlfs")
@@ -258,6 +298,8 @@ def test_a_write_without_a_store_names_the_init_command(memory_root, tmp_path):
 )
 def test_no_bucket_is_proposed_for_a_store_unless_it_was_named(path, root):
     with pytest.raises(StoreNotFoundError, match=f"tierfs init memory://{root}$"):
+        open_store(parse_url(f"tierfs::memory://{path}"), write=True)
+    with pytest.raises(StoreNotFoundError, match=f"tierfs init memory://{path}$"):
         open_store(parse_url(f"tierfs::memory://{path}"))
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.mount import attachment, mounting
 from tierfs.mount.mounting import _is_ready
 from tierfs.mount.requests import FLUSH
+from tierfs.session import init
+from tierfs.store import save
 
 
 def test_a_descriptor_above_1023_is_waited_for():
@@ -100,6 +102,26 @@ def test_a_timeout_that_is_no_time_is_refused(tmp_path, timeout):
         mounting.mount(f"file://{tmp_path}", tmp_path, timeout=timeout)
     with pytest.raises(InvalidInputError, match="seconds over 0"):
         mounting.unmount(tmp_path, timeout=timeout)
+
+
+@pytest.mark.parametrize(("path", "there"), [("typo", ""), ("run/typo/more", "run"), ("run/a/more", None)])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_directory_that_is_not_in_the_store_is_refused(tmp_path, path, there, read_only):
+    store = init(f"file://{tmp_path}/store")
+    save(store, "run/a", b"content")
+    (tmp_path / "mnt").mkdir()
+    error, words = NotFoundError, f"tierfs ls file://{tmp_path}/store/{there}`"
+    if there is None:
+        error, words = InvalidInputError, "run/a is a file"
+    with pytest.raises(error, match=words):
+        mounting.mount(f"{tmp_path}/store/{path}", tmp_path / "mnt", read_only=read_only)
+    assert mounting.mounted_at(tmp_path / "mnt") is None
+
+
+def test_a_mount_without_a_store_proposes_its_url(tmp_path):
+    (tmp_path / "mnt").mkdir()
+    with pytest.raises(NotFoundError, match=f"tierfs init file://{tmp_path}/team/run$"):
+        mounting.mount(f"{tmp_path}/team/run", tmp_path / "mnt")
 
 
 def test_an_option_that_is_no_json_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFo
 from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
-from tierfs.store import Entry, Store, find, stat
+from tierfs.store import Entry, Store, find, kind_of, stat
 from tierfs.store.announced_saves import PENDING
 from tierfs.store.local_changes import level_seen
 from tierfs.threads import transfers
@@ -306,6 +306,8 @@ def named_checkpoint(store: Store, directory: str, name: str) -> str:
         return foreign
     having = f" with the metric {metric!r}" if metric else ""
     where = store.where(directory)
+    if kind_of(store, directory) is None:
+        raise NotFoundError(f"{where} does not exist: check the path", path=directory)
     raise NotFoundError(
         f"no complete checkpoint{having} lies in {where}: `tierfs checkpoint ls {shlex.quote(where)}` shows their states",
         path=directory,

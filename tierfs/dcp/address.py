@@ -129,4 +129,4 @@ def full_url(path: str | os.PathLike[str]) -> str:
         return f"{_CHAIN}{cut[1]}://{'/' if cut[1] in LOCAL else ''}{cut[2]}"
     if not rest or "://" in rest or "::" in rest:
         return text
-    return f"{_CHAIN}file://{os.path.abspath(rest)}"
+    return f"{_CHAIN}file://{parse_url(rest).path}"

@@ -182,7 +182,9 @@ def _missing(store: Store, directory: str, rank: int | None) -> InvalidInputErro
     try:
         names = [entry.path.rpartition("/")[2] for entry in list_directory(store, directory, detail=False)]
     except NotFoundError:
-        names = []
+        return NotFoundError(
+            f"no checkpoint is at {store.where(directory)}: the path does not exist, check it", path=directory
+        )
     ranks = sorted(found for found in map(rank_of, names) if found is not None)
     listed = ", ".join(map(str, ranks))
     if ranks and rank is None:

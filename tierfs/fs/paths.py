@@ -33,7 +33,7 @@ from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
 from tierfs.session.settings import PEER_OPTIONS
-from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
+from tierfs.session.url import LOCAL, TRUE, asks_to_create, check_path, named_location, split_url, strip, target_url
 from tierfs.store import Store
 from tierfs.threads import Transfers
 
@@ -121,6 +121,11 @@ class _Instances(_Cached):
     def __call__(cls, *args: Any, fo: str = "", **options: Any) -> Any:  # noqa: N805
         if options.get("target_protocol", "") is None:
             del options["target_protocol"]
+        if (":" in fo or "//" in fo) and options.get("target_protocol") in LOCAL:
+            # fsspec takes the rest of ``tierfs::s3:/bucket`` for a path below the working directory.
+            below = fo.removeprefix(f"{os.getcwd()}/")
+            if not os.path.lexists(below.partition("/")[0]):
+                check_path(below)
         instance = super().__call__(*args, **options)
         instance._first = instance._first or fo
         return instance
@@ -221,6 +226,8 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         if protocol is None and not text.startswith("tierfs://"):
             if self._target_protocol is None:
                 return stripped.strip("/")
+            if self._target_protocol in LOCAL:
+                check_path(stripped)
             return strip(self._target_protocol, stripped)
         if protocol != self._target_protocol and not (protocol in LOCAL and self._target_protocol in LOCAL):
             mine = f"tierfs::{self._target_protocol}://" if self._target_protocol else "tierfs://NAME"

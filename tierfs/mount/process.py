@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tierfs import store as verbs
-from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
@@ -143,9 +144,20 @@ def _open(url: str, options: MountOptions) -> MountState:
     tiers = TierOptions.from_mapping({**options.tiers, **({"ack": options.ack} if options.ack else {})}, "mount")
     location = replace(location, options={**location.options, **options.options}, tiers=tiers)
     writes = not options.read_only
+    if not location.root:
+        location = replace(location, root=location.path)  # of a store to make
     store, path = open_store(location, write=writes, create=writes and asks_to_create(location))
-    if path and verbs.kind_of(store, path) == "file":
-        raise InvalidInputError(f"{url} is a file: mount the directory that holds it", path=url)
+    above = path
+    while above and (kind := verbs.kind_of(store, above)) != "directory":
+        if kind == "file":
+            raise InvalidInputError(f"{store.where(above)} is a file: mount the directory that holds it", path=url)
+        above = above.rpartition("/")[0]
+    if above != path:
+        there = shlex.quote(store.where(above))
+        raise NotFoundError(
+            f"{url} does not exist: `tierfs ls {there}` lists what is there. To make it, mount {there} and run mkdir in it",
+            path=url,
+        )
     if writes and location.is_remote:
         expect_changes(store)
     staging = state_directory(tiers.state_dir) / "mount"

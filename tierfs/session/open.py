@@ -198,19 +198,17 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
     for root in ancestors:
         with contextlib.suppress(StoreError, ReadOnlyError):  # some directories further up may not be listed
             _refuse_headless(connect(location.protocol, root, location.options), target_url(location.protocol, root))
-    if not create:
-        root = _new_root(location, ancestors)
-        is_top = "/" not in root.strip("/") and not location.root  # no advice to make a bucket or /tmp a store
-        if is_top or (location.protocol in LOCAL and os.path.isdir(location.path)):
-            root = location.path
-        raise StoreNotFoundError(
-            f"no store holds {location.url}: make one there or above it, such as: tierfs init "
-            f"{shlex.quote(target_url(location.protocol, root))}",
-            path=location.url,
-        )
     root = _new_root(location, ancestors)
-    store = _create(location, root, DigestKind.XXH3_128)
-    return store, _relative(root, location.path)
+    if create:
+        return _create(location, root, DigestKind.XXH3_128), _relative(root, location.path)
+    # Who reads names a run or the store itself. There is no advice to make a bucket or /tmp a store.
+    is_itself = not write or "/" not in root.strip("/") or (location.protocol in LOCAL and os.path.isdir(location.path))
+    proposed = location.path if is_itself and not location.root else root
+    raise StoreNotFoundError(
+        f"no store holds {location.url}: check the URL, or make a store there or above it, such as: tierfs init "
+        f"{shlex.quote(target_url(location.protocol, proposed))}",
+        path=location.url,
+    )
 
 
 def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:

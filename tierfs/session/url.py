@@ -45,6 +45,8 @@ _NAMED = "tierfs://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ABSOLUTE = re.compile("(?:(?:file|local)://)?(/.*)", re.DOTALL)
 _PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
+_ALMOST = re.compile(r"\s*(?:tierfs:+/*)?([a-z][a-z0-9+._-]+)(?::+/*|//)((?:(?!::|://).)*)", re.IGNORECASE | re.DOTALL)
+_FORMS = "tierfs::file:///absolute/path, tierfs::s3://bucket/path or tierfs://NAME/path"
 # The first name in a path with a character that Python's parser of URLs drops or reads as the start of a query.
 _LITERAL = re.compile(r"/+[^/]*[\t\n\r#?]")
 
@@ -106,13 +108,8 @@ def split_url(url: str) -> tuple[str | None, str]:
         url.encode()
     except UnicodeEncodeError:
         raise InvalidInputError(f"bad path {url!r}: it is not valid Unicode") from None
-    if url.startswith(_CHAIN):
+    if url.startswith(_CHAIN) and _PROTOCOL.match(url, len(_CHAIN)):
         url = url[len(_CHAIN) :]
-        if not _PROTOCOL.match(url):
-            raise InvalidInputError(
-                f"tierfs::{url} names no filesystem after 'tierfs::': write tierfs::file:///absolute/path, "
-                "tierfs::s3://bucket/path or tierfs://NAME/path"
-            )
     elif url.startswith(_NAMED):
         if "::" in url:
             raise InvalidInputError(f"{url!r} names a store twice: write tierfs://NAME/path or tierfs::URL")
@@ -124,15 +121,39 @@ def split_url(url: str) -> tuple[str | None, str]:
             )
         return None, path
     elif url.startswith(_CHAIN[:-1]):
-        raise InvalidInputError(
-            f"{url!r} names no store: write tierfs::file:///absolute/path, tierfs::s3://bucket/path or tierfs://NAME/path"
-        )
+        raise InvalidInputError(f"{url!r} names no store: write {_meant(url) or _FORMS}")
     if "::" in url and _PROTOCOL.search(url):
-        raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: name the object tier itself")
+        meant = f"write {_meant(url)}" if _meant(url) else "name the object tier itself"
+        raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: {meant}")
     match = _PROTOCOL.match(url)
     if match is None:
+        if ":" in url.partition("/")[0]:
+            check_path(url)
         return None, url
     return match[1], strip(match[1], url)
+
+
+def check_path(text: str) -> None:
+    """Check that a local path is not meant as a URL: ``s3:/bucket/run``, ``s3//bucket/run``, ``S3://bucket/run``.
+
+    Raises:
+        InvalidInputError: It begins with the name of a filesystem of fsspec, and no directory has that name.
+    """
+    first = text.partition("/")[0]
+    if (meant := _meant(text)) and (":" in first or not os.path.lexists(first)):
+        raise InvalidInputError(f"{text!r} is not a URL: write {meant}, or ./{text} for a path of this host")
+
+
+def _meant(text: str) -> str:
+    """Return the URL that a text is nearly; empty if it does not begin with the name of a filesystem of fsspec."""
+    found = _ALMOST.fullmatch(text)
+    if found is None:
+        return ""
+    import fsspec  # noqa: PLC0415
+
+    protocol = found[1].lower()
+    known = protocol in fsspec.available_protocols() and protocol != "tierfs"
+    return f"{_CHAIN}{protocol}://{'/' * (protocol in LOCAL)}{found[2].lstrip('/')}" if known else ""
 
 
 def strip(protocol: str, path: str) -> str:
@@ -144,6 +165,8 @@ def strip(protocol: str, path: str) -> str:
     absolute = _ABSOLUTE.fullmatch(path) if protocol in LOCAL else None
     if absolute is not None:  # fsspec leaves such a path unchanged, and importing it takes 50 ms and 7 MiB
         return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
+    if not protocol:
+        raise InvalidInputError(f"tierfs::{path} names no store: write {_FORMS}")
     import fsspec  # noqa: PLC0415
 
     parsed, literal = _split_literal(path)
@@ -181,6 +204,7 @@ def parse_url(url: str) -> Location:
         return Location(protocol, path, options)
     if url.startswith(_NAMED):
         return named_location(path)
+    check_path(path)
     return Location("file", _resolve_dots(strip("file", path)))
 
 

@@ -27,7 +27,7 @@ from tierfs.format.descriptor import Capabilities, Descriptor
 from tierfs.host.pending.levels import Level
 from tierfs.objects.registry import connect
 from tierfs.session import TierOptions, open_store, parse_url
-from tierfs.session.url import Location, asks_to_create, target_url
+from tierfs.session.url import Location, asks_to_create, check_path, target_url
 from tierfs.store import Entry, Store, find, make_directory, stat
 from tierfs.store.status import request_metrics
 from tierfs.store.tree.kind import Kind
@@ -91,9 +91,11 @@ class StorePlace:
             raise self.missing() from None
 
     def missing(self) -> NotFoundError:
-        """Return the error for a path with nothing there."""
-        above = self.url.rpartition("/")[0]
-        return NotFoundError(f"{self.url} does not exist: {suggested('ls', above)} lists its directory", path=self.url)
+        """Return the error for a path with nothing there. It names the nearest directory above that exists."""
+        above, path = self.url.rpartition("/")[0], self.path.rpartition("/")[0]
+        while path and StorePlace(above, self.store, path).kind() != "directory":
+            above, path = above.rpartition("/")[0], path.rpartition("/")[0]
+        return NotFoundError(f"{self.url} does not exist: {suggested('ls', above)} lists what is there", path=self.url)
 
     def resolved(self) -> StorePlace:
         """Return the checkpoint that ``latest`` or ``best`` at the end of the path names, unless something is there.
@@ -299,8 +301,9 @@ def any_place(text: str, *, write: bool = False, is_new: bool = False) -> Place:
     Raises:
         InvalidInputError, StoreNotFoundError, TierfsError: As in `store_place`.
     """
-    if text.startswith(IN_STORE):
+    if text.startswith("tierfs:"):
         return store_place(text, write=write, is_new=is_new)
+    check_path(text)
     if _URL.match(text):
         raise InvalidInputError(
             f"{text!r} is not a local path: write tierfs::{text} for a path in a store, ./{text} for a local file",
