@@ -41,7 +41,7 @@ def test_a_problem_exits_with_1_and_says_what_to_change(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("make", "found"), [(lambda path: path.mkdir(mode=0o755), "chmod 700"), (Path.touch, "is not")]
+    ("make", "found"), [(lambda path: path.mkdir(mode=0o755), "chmod 700"), (Path.touch, "File exists")]
 )
 def test_an_unusable_state_directory_is_a_problem(tmp_path, monkeypatch, capsys, make, found):
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))

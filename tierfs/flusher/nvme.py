@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from tierfs.buffers import buffers
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
@@ -257,7 +257,9 @@ class NvmePersister:
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot], *, keep: bool = True) -> None:
-        _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
+        tasks = [self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks]
+        for error in [error for task in tasks if (error := task.exception()) is not None]:  # waits for all
+            raise error
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
         segment = chunk.segment
@@ -383,9 +385,3 @@ def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:
         if bytes_max < 0:
             break
         yield entry
-
-
-def _raise_first(tasks: Sequence[Future[None]]) -> None:
-    """Wait for all tasks, then raise the first error, if any."""
-    for error in [error for task in tasks if (error := task.exception()) is not None]:
-        raise error

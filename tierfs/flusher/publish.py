@@ -47,7 +47,7 @@ class StorePublisher:
         check: Called before each use. Raises if the opened store is not the one that this host's changes belong to.
     """
 
-    def __init__(self, open_store: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
+    def __init__(self, open_store: Callable[[], Store], check: Callable[[Store], object] = lambda _: None) -> None:
         self._open_store = open_store
         self._check = check
         self._lock = threading.Lock()

@@ -100,34 +100,23 @@ class Changing(Reading):
                 verbs.remove_directory(store, relative)
 
     async def _cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        await run_in_thread(self._cp_now, path1, path2)
+        await run_in_thread(self._transfer, path1, path2)
 
-    def _cp_now(self, path1: str, path2: str) -> None:
+    async def _mv_file(self, path1: str, path2: str) -> None:
+        await run_in_thread(self._transfer, path1, path2, move=True)
+
+    def _transfer(self, path1: str, path2: str, *, move: bool = False) -> None:
         source, source_path = self._locate(path1)
         target, target_path = self._locate(path2, write=True)
-        entry = verbs.stat_to_read(source, source_path)
-        if entry.is_directory:
+        if not move and verbs.stat_to_read(source, source_path).is_directory:
             verbs.make_directory(target, target_path, exist_ok=True)
             return
         if (source, source_path) != (target, target_path):
             _refuse_directory(target, target_path, path2)
-        if source is target:
-            verbs.copy(source, source_path, target_path)
+        if source is not target:
+            verbs.transfer(source, source_path, target, target_path, move=move)
         else:
-            verbs.transfer(source, source_path, target, target_path)
-
-    async def _mv_file(self, path1: str, path2: str) -> None:
-        await run_in_thread(self._mv_now, path1, path2)
-
-    def _mv_now(self, path1: str, path2: str) -> None:
-        source, source_path = self._locate(path1)
-        target, target_path = self._locate(path2, write=True)
-        if (source, source_path) != (target, target_path):
-            _refuse_directory(target, target_path, path2)
-        if source is target:
-            verbs.rename(source, source_path, target_path)
-        else:
-            verbs.transfer(source, source_path, target, target_path, move=True)
+            (verbs.rename if move else verbs.copy)(source, source_path, target_path)
 
     def mv(self, path1: Any, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """Move files. Within a store, no data moves.
@@ -156,7 +145,7 @@ class Changing(Reading):
             if source == target:
                 continue
             if not self.isdir(source):
-                self._mv_now(source, target)
+                self._transfer(source, target, move=True)
                 continue
             if f"{target}/".startswith(f"{source}/"):
                 raise InvalidInputError(f"{source!r} cannot be moved into itself")
@@ -167,7 +156,7 @@ class Changing(Reading):
                 if info["type"] == "directory":
                     self._mkdir_now(target + name[len(source) :], create_parents=True, exist_ok=True)
                 else:
-                    self._mv_now(name, target + name[len(source) :])
+                    self._transfer(name, target + name[len(source) :], move=True)
             self._remove_if_empty(source)
 
     def _remove_if_empty(self, path: str) -> None:

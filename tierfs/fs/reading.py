@@ -44,10 +44,6 @@ class Reading(PathSpace):
         names, entries = self._listed(path, detail=detail)
         return list(map(describe, names, entries)) if detail else names
 
-    def _kinds_now(self, path: str) -> list[dict[str, Any]]:
-        """Return names and types of the entries of a directory, without reading any record."""
-        return list(map(_kind, *self._listed(path, detail=False)))
-
     def _listed(self, path: str, *, detail: bool) -> tuple[list[str], list[Entry]]:
         """Return the names of a directory's entries on this filesystem, and the entries.
 
@@ -134,7 +130,7 @@ class Reading(PathSpace):
         detail = kwargs.pop("detail", False)
         path = self._strip(path)
         try:
-            listing = await (self._ls(path, detail=True) if detail else run_in_thread(self._kinds_now, path))
+            names, entries = await run_in_thread(self._listed, path, detail=detail)
         except NotFoundError as error:
             if on_error == "raise":
                 raise
@@ -142,7 +138,7 @@ class Reading(PathSpace):
             if callable(on_error):
                 on_error(error)
             return
-        base = path.rstrip("/")
+        listing, base = list(map(describe if detail else _kind, names, entries)), path.rstrip("/")
         dirs: Any = {info["name"][len(base) + 1 :]: info for info in listing if info["type"] == "directory"}
         files: Any = {info["name"][len(base) + 1 :]: info for info in listing if info["type"] != "directory"}
         below = {name: info["name"] for name, info in dirs.items()}

@@ -94,21 +94,6 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
         status = os.stat(directory, follow_symlinks=follow_links)
     except OSError as error:
         raise refused(error, directory, "cannot be made") from error
-    _check(directory, status)
-
-
-def check_private(directory: Path) -> None:
-    """Check an existing directory as `make_private` does. Raises as it does."""
-    try:
-        status = os.stat(directory)
-    except OSError as error:
-        raise refused(error, directory, "cannot be used") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{directory} is not a directory", path=str(directory))
-    _check(directory, status)
-
-
-def _check(directory: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ReadOnlyError(
             f"{directory} must belong to you and be closed to others: chmod 700 {directory}, or set TIERFS_STATE_DIR to "

@@ -34,11 +34,6 @@ open_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
 """The local tiers in use by this process, by store, place and options."""
 
 
-def forget_tiers() -> None:
-    """Forget all local tiers, as in a forked child."""
-    open_tiers.clear()
-
-
 def compose(
     location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]
 ) -> Store:

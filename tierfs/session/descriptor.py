@@ -18,7 +18,7 @@ from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.os_errors import translated
 from tierfs.objects.probe import Findings
 from tierfs.objects.protocol import CREATE, ObjectTier, Update
-from tierfs.session.open import has_records, known_descriptor, open_store
+from tierfs.session.open import has_records, known_stores, open_store
 from tierfs.session.url import LOCAL, Location, target_url
 from tierfs.store.store import Store
 from tierfs.store.tree.records import RECORD_BYTES_MAX
@@ -75,9 +75,9 @@ def _sources(
     for replica in replicas:
         if _is_copy(objects, replica.objects):
             yield replica.descriptor.encode(), replica.url
-    known = known_descriptor(location, url)
+    known = known_stores(location).find(url)
     if known is not None:
-        yield known.encode(), "what this host knows of the store"
+        yield known[0].encode(), "what this host knows of the store"
 
 
 def _is_copy(objects: ObjectTier, other: ObjectTier) -> bool:

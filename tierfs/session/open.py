@@ -28,7 +28,7 @@ from tierfs.errors import (
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.objects import ObjectTier, as_promised, connect, probe
-from tierfs.session.compose import check_nothing_is_left, compose, forget_tiers, state_of, tier_settings, verify_writes
+from tierfs.session.compose import check_nothing_is_left, compose, open_tiers, state_of, tier_settings, verify_writes
 from tierfs.session.settings import ResolvedTiers
 from tierfs.session.url import LOCAL, Location, parse_url, target_url
 from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor
@@ -45,7 +45,7 @@ def _renew() -> None:
     global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
     open_stores.clear()
-    forget_tiers()
+    open_tiers.clear()
 
 
 os.register_at_fork(after_in_child=_renew)
@@ -124,7 +124,7 @@ def _open_known(location: Location) -> Store | None:
             if not error.transient:
                 raise
             return opened
-    if _known_stores(location).find(target_url(location.protocol, root)) is None:
+    if known_stores(location).find(target_url(location.protocol, root)) is None:
         return None
     try:
         return _open_root(location, root, has_known=True)
@@ -167,7 +167,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         known = _opened(location, root)
         if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
-    known_roots = [root for root in ancestors if _known_stores(location).find(target_url(location.protocol, root))]
+    known_roots = [root for root in ancestors if known_stores(location).find(target_url(location.protocol, root))]
     unreachable: StoreError | None = None
     for root in ancestors:
         try:
@@ -319,7 +319,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
     except ReadOnlyError as error:
         raise _RefusedError(root) from error
     except StoreError as error:
-        kept = _known_stores(location).find(url) if error.transient else None
+        kept = known_stores(location).find(url) if error.transient else None
         if kept is None:
             raise
         _logger.warning(
@@ -349,16 +349,11 @@ def _opened(location: Location, root: str) -> Store | None:
 def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
     """Save the descriptor for when the object tier is unreachable, unless it is a directory of this host."""
     if not descriptor.endpoint.host_local:
-        _known_stores(location).remember(url, descriptor, places)
+        known_stores(location).remember(url, descriptor, places)
 
 
-def known_descriptor(location: Location, url: str) -> Descriptor | None:
-    """Return the descriptor that this host saved for a root, without a request to the object tier."""
-    found = _known_stores(location).find(url)
-    return None if found is None else found[0]
-
-
-def _known_stores(location: Location) -> KnownStores:
+def known_stores(location: Location) -> KnownStores:
+    """Return the stores that this host has opened with these options."""
     return KnownStores(state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
 
 

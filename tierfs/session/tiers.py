@@ -149,10 +149,8 @@ def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
     """
     from tierfs.flusher.publish import StorePublisher  # noqa: PLC0415 - a client needs no flusher's modules
 
-    def check_place(store: Store) -> None:
-        check(host.store_directory(store.descriptor.uuid), store.objects.places(), store.url)
-
-    return StorePublisher(connect, check_place)
+    directory_of = host.store_directory
+    return StorePublisher(connect, lambda at: check(directory_of(at.descriptor.uuid), at.objects.places(), at.url))
 
 
 class Launcher:

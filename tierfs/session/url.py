@@ -127,8 +127,6 @@ def split_url(url: str) -> tuple[str | None, str]:
         raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: {meant}")
     match = _PROTOCOL.match(url)
     if match is None:
-        if ":" in url.partition("/")[0]:
-            check_path(url)
         return None, url
     return match[1], strip(match[1], url)
 

@@ -24,7 +24,7 @@ from tierfs.cli.arguments import command
 from tierfs.cli.commands.about import installed_version
 from tierfs.cli.terminal.output import align, describe, print_result, printable
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.host.filesystems import check_private, filesystem_of, is_durable, is_network
+from tierfs.host.filesystems import filesystem_of, is_durable, is_network, make_private
 from tierfs.host.host import state_directory
 from tierfs.host.slab.memory import memory_limit
 from tierfs.mount.attachment import DEVICE, try_mount
@@ -206,7 +206,7 @@ def check_state_directory(given: str | None) -> Check:
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if existing == directory:
         try:
-            check_private(directory)
+            make_private(directory)  # it is there, so this only checks it
         except TierfsError as error:
             return Check("state directory", "problem", str(error), f"correct that, or {elsewhere}")
     kind, usage = filesystem_of(directory), shutil.disk_usage(existing)
