@@ -118,6 +118,13 @@ def test_a_directory_that_is_not_in_the_store_is_refused(tmp_path, path, there, 
     assert mounting.mounted_at(tmp_path / "mnt") is None
 
 
+def test_a_mount_makes_a_store_at_its_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_CREATE", "1")
+    with pytest.raises(InvalidInputError, match="create the directory first"):  # after the store was opened
+        mounting.mount(f"{tmp_path}/team/run", tmp_path / "none")
+    assert sorted(tmp_path.glob("**/store.json")) == [tmp_path / "team/run/.tierfs/store.json"]
+
+
 def test_a_mount_without_a_store_proposes_its_url(tmp_path):
     (tmp_path / "mnt").mkdir()
     with pytest.raises(NotFoundError, match=f"tierfs init file://{tmp_path}/team/run$"):
