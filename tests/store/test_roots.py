@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 
 import tierfs
-from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, ReadOnlyError, StoreNotFoundError
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreNotFoundError,
+)
 from tierfs.format import keys
 from tierfs.objects import LocalObjects, MemoryObjects, WrappedObjects
 from tierfs.session import TierOptions, open_store, parse_url
@@ -119,6 +126,21 @@ def test_a_refused_look_up_on_the_way_does_not_end_the_search(tmp_path, monkeypa
     monkeypatch.setattr(LocalObjects, "read", read)
     monkeypatch.setattr("tierfs.session.open.open_stores", {})
     assert open_store(location)[1] == "locked/x"
+
+
+@pytest.mark.parametrize(("denied", "proposed"), [("team", "team/run"), ("", "team/run"), ("team/run", "team/run/a")])
+def test_no_store_is_proposed_where_access_was_denied(tmp_path, monkeypatch, denied, proposed):
+    (tmp_path / denied).mkdir(parents=True, exist_ok=True)
+
+    # Root may read every directory of this host, so the tier denies it here, as a bucket does.
+    def read(self, key, limit):
+        if (tmp_path / denied).is_relative_to(self.root):
+            raise ReadOnlyError("refused")
+        raise NotFoundError(key)
+
+    monkeypatch.setattr(LocalObjects, "read", read)
+    with pytest.raises(ReadOnlyError, match=f"tierfs init file://{tmp_path}/{proposed}$"):
+        open_store(parse_url(f"file://{tmp_path}/team/run/a"), write=True)
 
 
 def test_verify_finds_damage_in_what_belongs_to_no_file(store, tier):

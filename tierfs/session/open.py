@@ -161,7 +161,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError: The object tier failed; or this host has pending changes for a store that was there.
     """
-    refused = ""
+    refused: list[str] = []
     ancestors = _ancestors(location)
     for root in ancestors:
         known = _opened(location, root)
@@ -175,7 +175,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         except NotFoundError:
             continue
         except _RefusedError:
-            refused = refused or root
+            refused.append(root)
             continue
         except StoreError as error:
             if not error.transient:
@@ -187,26 +187,25 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         return store, _relative(root, location.path)
     if unreachable is not None:
         raise unreachable
+    new = _new_root(location, ancestors)
+    # Who reads names a run or the store itself. There is no advice to make a bucket or /tmp a store.
+    is_itself = not write or "/" not in new.strip("/") or (location.protocol in LOCAL and os.path.isdir(location.path))
+    proposed = location.path if (is_itself or new in refused) and not location.root else new
+    advice = f"tierfs init {shlex.quote(target_url(location.protocol, proposed))}"
     if refused:
         raise ReadOnlyError(
-            f"no store was found above {location.url}, and access to {target_url(location.protocol, refused)} was "
-            "denied: ask for the right to read it if the store's root is there, else make one: tierfs init "
-            f"{shlex.quote(target_url(location.protocol, _new_root(location, ancestors)))}",
+            f"no store was found above {location.url}, and access to {target_url(location.protocol, refused[0])} was "
+            f"denied: ask for the right to read it if the store's root is there, else make one: {advice}",
             path=location.url,
         )
     _check_nothing_is_left(location, ancestors)
     for root in ancestors:
         with contextlib.suppress(StoreError, ReadOnlyError):  # some directories further up may not be listed
             _refuse_headless(connect(location.protocol, root, location.options), target_url(location.protocol, root))
-    root = _new_root(location, ancestors)
     if create:
-        return _create(location, root, DigestKind.XXH3_128), _relative(root, location.path)
-    # Who reads names a run or the store itself. There is no advice to make a bucket or /tmp a store.
-    is_itself = not write or "/" not in root.strip("/") or (location.protocol in LOCAL and os.path.isdir(location.path))
-    proposed = location.path if is_itself and not location.root else root
+        return _create(location, new, DigestKind.XXH3_128), _relative(new, location.path)
     raise StoreNotFoundError(
-        f"no store holds {location.url}: check the URL, or make a store there or above it, such as: tierfs init "
-        f"{shlex.quote(target_url(location.protocol, proposed))}",
+        f"no store holds {location.url}: check the URL, or make a store there or above it, such as: {advice}",
         path=location.url,
     )
 
