@@ -265,9 +265,11 @@ def test_a_complete_checkpoint_stays_one_while_a_later_save_waits(store):
 
 
 def test_a_place_without_a_checkpoint_is_an_error(store):
-    with pytest.raises(NotFoundError, match="tierfs checkpoint ls"):
+    with pytest.raises(NotFoundError, match="the path does not exist"):
         open_checkpoint(store, "run/nothing")
     make(store, "run/1")
+    with pytest.raises(NotFoundError, match="tierfs checkpoint ls"):
+        open_checkpoint(store, "run")
     save(store, "run/1/.metadata", b"{}")
     with pytest.raises(CorruptionError):
         open_checkpoint(store, "run/1")

@@ -187,7 +187,7 @@ def test_an_option_that_makes_no_sense_is_refused(arguments: tuple[str, ...], me
 def test_a_state_directory_open_to_others_stops_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o755)
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path))
-    with pytest.raises(ReadOnlyError, match=f"closed to others: chmod 700 {tmp_path}$"):
+    with pytest.raises(ReadOnlyError, match=f"closed to others: chmod 700 {tmp_path}, or set TIERFS_STATE_DIR"):
         demo.run(parsed("--params", "50000"))
 
 
