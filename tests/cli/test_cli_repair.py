@@ -74,7 +74,7 @@ def test_records_without_a_descriptor_are_no_place_for_a_store(root, capsys, mon
 
 def test_a_command_for_a_whole_store_advises_to_make_one(tmp_path, capsys):
     assert main(["repair", f"{tmp_path}/not/there"]) == 3
-    assert f"tierfs init file://{tmp_path}/not\n" in capsys.readouterr().err
+    assert f"tierfs init file://{tmp_path}/not/there\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["repair", "scrub"])
