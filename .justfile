@@ -19,6 +19,10 @@ integration *options:
     {{python}} -m pip install -q -r integration/requirements.txt
     {{python}} -m pytest integration --ignore=integration/bench -n 2 --dist loadfile {{options}}
 
+# the wheel, into dist/; without a C compiler it has no compiled loops, and its tag is py3-none-any
+wheel:
+    {{python}} -m pip wheel -q --no-deps -w dist .
+
 # ruff and mypy
 lint:
     {{python}} -m ruff check .
