@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tierfs
 import tierfs.dcp
 from tierfs.dcp.address import full_url
-from tierfs.dcp.autoload import torch_imported
 from tierfs.errors import InvalidInputError
 from tierfs.train import Manager
 
@@ -319,7 +318,44 @@ def test_without_the_variable_nothing_is_loaded_and_later_it_warns(as_installed,
     assert "call tierfs.dcp.install()" in done.stderr
 
 
-def test_a_value_that_says_nothing_is_refused(monkeypatch):
-    monkeypatch.setenv("TIERFS_DCP", "perhaps")
-    with pytest.raises(InvalidInputError, match="TIERFS_DCP=perhaps: set it to 1 or to 0"):
-        torch_imported()
+BROKEN = {
+    "a value that says nothing": ("perhaps", "import torch", "TIERFS_DCP=perhaps: set it to 1 or to 0"),
+    "a module is missing": (
+        "1",
+        "sys.modules['tierfs.dcp.planner'] = None; import torch",
+        "import of tierfs.dcp.planner halted",
+    ),
+    # An older torch, which asks after its own parts are there.
+    "an old torch": (
+        "1",
+        (
+            "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
+            "from torch.distributed.checkpoint import state_dict_loader; del state_dict_loader._load_state_dict; "
+            "torch._import_device_backends()"
+        ),
+        "_load_state_dict",
+    ),
+    "a broken configuration": ("1", "import torch; import tierfs.dcp.installing as it; assert it._replaced", ""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_whatever_is_broken_torch_is_imported(as_installed, tmp_path, name):
+    value, program, problem = BROKEN[name]
+    (tmp_path / "config.toml").write_text("[[[")
+    environment = {**as_installed, "TIERFS_DCP": value, "TIERFS_CONFIG": str(tmp_path / "config.toml")}
+    program = f"import os, sys; {program}; print(torch.ones(2).sum().item())"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "2.0\n", done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == bool(problem), lines
+    assert all(problem in line and "do not use tierfs" in line for line in lines)
+
+
+def test_a_save_by_url_then_fails_instead_of_going_astray(as_installed, tmp_path):
+    done = train(as_installed, f"tierfs::{tmp_path}/store/first", "perhaps", "1")
+    assert done.returncode != 0
+    assert "set it to 1 or to 0" in done.stderr
+    assert "TierWriter(URL)" in done.stderr
+    assert not list(tmp_path.rglob("first"))
