@@ -36,7 +36,7 @@ ALLOWED = {
     "threads": {"_fork"},
     "localfile": set(),
     "urls_as_paths": {"errors"},
-    "repeated_warnings": set(),
+    "repeated_warnings": {"errors"},
     "kernels": {"_kernels"},
     "digest": {"errors"},
     "clock": {"errors"},

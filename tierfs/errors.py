@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from typing import ClassVar
 
 __all__ = [
@@ -24,11 +25,16 @@ __all__ = [
 ]
 
 
+def without_passwords(text: str) -> str:
+    """Return a text for people, with ``***`` for the password in each URL such as ``sftp://user:password@host``."""
+    return re.sub(r"(://[^/\s:@]*):[^/\s]*@", r"\1:***@", text)
+
+
 class TierfsError(Exception):
     """Base of every error that tierfs raises on purpose.
 
     Args:
-        message: The problem, its place, and the next step.
+        message: The problem, its place, and the next step. Passwords in its URLs, and in that of ``path``, are hidden.
         path: The path, key or URL concerned.
         tier: ``ram``, ``nvme`` or ``object``.
 
@@ -42,8 +48,8 @@ class TierfsError(Exception):
     error_number: ClassVar[int] = errno.EIO
 
     def __init__(self, message: str = "", *, path: str | None = None, tier: str | None = None) -> None:
-        super().__init__(message)
-        self.path = path
+        super().__init__(without_passwords(message))
+        self.path = None if path is None else without_passwords(path)
         self.tier = tier
         if isinstance(self, OSError):
             # OSError only sets errno when it is given two arguments, which would also change the message.

@@ -1,4 +1,4 @@
-"""Drop warnings that this process has logged in the last ten minutes.
+"""Drop warnings that this process has logged in the last ten minutes, and the passwords of URLs in its log.
 
 A process opens a store once for each filesystem instance, rank thread or set of options, and each meets the same
 unreadable file or missing tier. So the loggers of this package drop a warning whose text equals that of an earlier one.
@@ -11,19 +11,18 @@ import logging
 import threading
 import time
 
+from tierfs.errors import without_passwords
+
 SAID_AGAIN_S = 600.0
 SAID_MAX = 1000
-_LOGGERS = (
-    "tierfs",
-    "tierfs.codec",
-    "tierfs.dcp",
-    "tierfs.flush",
-    "tierfs.fs",
-    "tierfs.local",
-    "tierfs.objects",
-    "tierfs.plugs",
-    "tierfs.store",
-)
+
+
+def hide_passwords(record: logging.LogRecord) -> bool:
+    """A filter for loggers: passes every record, without the passwords of the URLs in its text."""
+    text = record.getMessage()
+    if (shown := without_passwords(text)) != text:
+        record.msg, record.args = shown, None
+    return True
 
 
 class _Repeats(logging.Filter):
@@ -50,6 +49,7 @@ class _Repeats(logging.Filter):
         return True
 
     def forget(self) -> None:
+        """Make every warning be logged again."""
         with self._lock:
             self._said.clear()
 
@@ -58,11 +58,10 @@ _repeats = _Repeats()
 
 
 def drop_repeats() -> None:
-    """Make the loggers of this package drop repeats. Idempotent."""
-    for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_repeats)
+    """Make the loggers of this package drop repeats and passwords. Idempotent."""
+    for room in ("", ".codec", ".dcp", ".flush", ".fs", ".local", ".objects", ".plugs", ".store"):
+        logging.getLogger(f"tierfs{room}").addFilter(hide_passwords)
+        logging.getLogger(f"tierfs{room}").addFilter(_repeats)
 
 
-def forget_repeats() -> None:
-    """Make every warning be logged again."""
-    _repeats.forget()
+forget_repeats = _repeats.forget

@@ -33,7 +33,7 @@ from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
 from tierfs.session.settings import PEER_OPTIONS
-from tierfs.session.url import LOCAL, TRUE, asks_to_create, check_path, named_location, split_url, strip, target_url
+from tierfs.session.url import LOCAL, TRUE, asks_to_create, check_path, named_location, split_url, strip
 from tierfs.store import Store
 from tierfs.threads import Transfers
 
@@ -235,11 +235,11 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         return stripped
 
     def unstrip_protocol(self, name: str) -> str:
-        """Return the full URL of a path."""
+        """Return the full URL of a path, with its password, if it has one: programs open it."""
         stripped = self._strip(name)
         if self._target_protocol is None:
             return f"tierfs://{stripped}"
-        return f"tierfs::{target_url(self._target_protocol, stripped)}"
+        return f"tierfs::{self._target_protocol}://{stripped.removeprefix(f'{self._target_protocol}://')}"
 
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
         """Return the store that a path lies in, and the path relative to that store."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, without_passwords
 from tierfs.session.settings import TierOptions
 
 if sys.version_info >= (3, 11):
@@ -94,8 +94,8 @@ class Location:
 
 
 def target_url(protocol: str, path: str) -> str:
-    """Return a path as a URL. fsspec's web filesystems have whole URLs as paths."""
-    return path if path.startswith(f"{protocol}://") else f"{protocol}://{path}"
+    """Return a path as a URL to show, without its password. fsspec's web filesystems have whole URLs as paths."""
+    return without_passwords(path if path.startswith(f"{protocol}://") else f"{protocol}://{path}")
 
 
 def split_url(url: str) -> tuple[str | None, str]:

@@ -38,6 +38,7 @@ from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
+from tierfs.repeated_warnings import hide_passwords
 from tierfs.store import (
     Store,
     Writer,
@@ -59,6 +60,7 @@ NOTE_BYTES_MAX = 256 << 20
 STEP_MAX = 10**18 - 1
 _STEP = re.compile(r"step_([0-9]{1,18})")
 _logger = logging.getLogger("tierfs.train")
+_logger.addFilter(hide_passwords)
 
 
 def checked_step(step: Any) -> int:

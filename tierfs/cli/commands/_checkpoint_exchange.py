@@ -23,7 +23,7 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveStream
-from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, InvalidInputError, without_passwords
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.keys import inside
 from tierfs.localfile import naming, replacing
@@ -92,7 +92,7 @@ def import_(arguments: argparse.Namespace) -> int:
                     run_parts=None if executor is None else partial(_run_parts, arguments, place.url, executor),
                 )
     made = open_checkpoint(place.store, place.path)
-    return _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
+    return _report(arguments, "imported", made, {}, {"source": without_passwords(arguments.url), "url": place.url})
 
 
 def _run_parts(

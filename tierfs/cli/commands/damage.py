@@ -23,7 +23,7 @@ from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.clock import Pace
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, without_passwords
 from tierfs.session import parse_url
 from tierfs.session.descriptor import mend_descriptor
 from tierfs.store import Damage, Store, VerifyReport, verify
@@ -265,7 +265,11 @@ def run_repair(arguments: argparse.Namespace) -> int:
     replicas = [store_place(url, bare=True).store for url in arguments.replicas]
     descriptor = mend_descriptor(parse_url(arguments.url), replicas, dry_run=arguments.dry_run)
     if descriptor and arguments.dry_run:
-        document: dict[str, object] = {"url": arguments.url, "dry_run": True, "descriptor": descriptor}
+        document: dict[str, object] = {
+            "url": without_passwords(arguments.url),
+            "dry_run": True,
+            "descriptor": descriptor,
+        }
         what = f"would mend  .tierfs/store.json ({descriptor})"
         return print_result(arguments, document, f"{what}: a run without --dry-run mends it, then checks the rest")
     store = whole_store(arguments.url, "repair")

@@ -10,7 +10,7 @@ from tierfs import __version__
 from tierfs.cli.arguments import command, require_seconds, require_torch
 from tierfs.cli.terminal.output import print_result
 from tierfs.demo.story import Demo, DemoPlan, say
-from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError, without_passwords
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
 from tierfs.host.local_state import forget
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             shutil.rmtree(directory, ignore_errors=True)
     print_result(arguments, report.as_document(), report.as_text())
     if arguments.url or arguments.keep:
-        say(f"the checkpoints are below {url}")
+        say(f"the checkpoints are below {without_passwords(url)}")
     return 0 if report.equal else 1
 
 

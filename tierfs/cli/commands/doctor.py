@@ -23,7 +23,7 @@ from tierfs import __version__, kernels
 from tierfs.cli.arguments import command
 from tierfs.cli.commands.about import installed_version
 from tierfs.cli.terminal.output import align, describe, print_result, printable
-from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.errors import InvalidInputError, TierfsError, without_passwords
 from tierfs.host.filesystems import filesystem_of, is_durable, is_network, make_private
 from tierfs.host.host import state_directory
 from tierfs.host.slab.memory import memory_limit
@@ -267,6 +267,7 @@ def check_endpoint(url: str) -> Check:
         endpoint = probe_store(parse_url(url))[1].capabilities
     except (TierfsError, OSError) as error:
         return Check("endpoint", "problem", describe(error).message)
+    url = without_passwords(url)
     if endpoint.single_writer:
         missing = ", ".join(endpoint.missing)
         return Check("endpoint", "note", f"{url} does not support: {missing}", "let one process at a time write to it")

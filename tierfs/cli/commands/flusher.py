@@ -30,6 +30,7 @@ from tierfs.errors import (
     StoreError,
     StoreNotFoundError,
     TierfsError,
+    without_passwords,
 )
 from tierfs.units import format_bytes, parse_size, parse_time
 
@@ -384,9 +385,9 @@ def _stop(arguments: argparse.Namespace) -> int:
     try:
         store, settings = open_bare(_location(arguments))
     except TierfsError as error:  # it is gone or out of reach, and may have left its flusher
-        state, url = state_directory(arguments.state_dir), arguments.url
+        state, url = state_directory(arguments.state_dir), without_passwords(arguments.url)
         try:
-            directory = state / "stores" / local_store(state, url).uuid
+            directory = state / "stores" / local_store(state, arguments.url).uuid
         except NotFoundError:
             raise error from None
     else:

@@ -9,7 +9,7 @@ from tierfs.cli.arguments import LEVELS, TIER, URL, command, progress_option, re
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError, without_passwords
 from tierfs.host.host import state_directory
 from tierfs.host.local_state import finish_removals, forget, local_stores
 from tierfs.host.pending.levels import Level
@@ -161,7 +161,7 @@ def run_forget(arguments: argparse.Namespace) -> int:
     if arguments.gone:
         stores = [store for store in local_stores(state) if store.is_gone]
     else:
-        stores = [local_store(state, arguments.url)._replace(place=arguments.url)]
+        stores = [local_store(state, arguments.url)._replace(place=without_passwords(arguments.url))]
     if arguments.yes:
         finish_removals(state)
     would = "" if arguments.yes else "would be "

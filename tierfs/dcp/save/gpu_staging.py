@@ -51,7 +51,6 @@ class GpuStaging:
             raise InvalidInputError(f"stage must be one of {', '.join(map(repr, STAGES))}, not {stage!r}")
         self._stage = stage
         self._budget = None if device is None else size_of("device", device)
-        self.is_asked = stage in {"device", "lazy"} or bool(self._budget)
         self._lock = PerProcess(threading.Lock)
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []

@@ -110,7 +110,7 @@ class FsspecObjects(ObjectTier):
         )
 
     def __repr__(self) -> str:
-        return f"FsspecObjects({type(self.fs).__name__}, {self.root!r})"
+        return f"FsspecObjects({type(self.fs).__name__}, {self.places()[0]!r})"
 
     @property
     def capabilities(self) -> Capabilities:
