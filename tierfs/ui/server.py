@@ -12,7 +12,7 @@ import threading
 import time
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from html import escape
@@ -34,22 +34,18 @@ from tierfs import __version__
 from tierfs.checkpoint.retention import Rule, parse_rule
 from tierfs.cli.arguments import require_torch
 from tierfs.cli.commands._status_prometheus import exposition
-from tierfs.cli.commands.listing import entry_document
+from tierfs.cli.commands.status import age
 from tierfs.cli.commands.stores import decision_document
 from tierfs.cli.files.places import StorePlace
 from tierfs.cli.terminal.output import describe
-from tierfs.codec.layout.safetensors import read_table
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.format.keys import is_at_or_below
-from tierfs.store import Entry, level_of, list_directory, open_entry
 from tierfs.threads import start_daemon
+from tierfs.ui.files import directory, pieces, preview
 from tierfs.ui.security import Guard, is_loopback
 from tierfs.ui.view import StoreView
 from tierfs.units import format_bytes
 
-TEXT_BYTES_MAX = 64 << 10
-ENTRIES_MAX = 5000
-PIECE_BYTES = 1 << 20
 KEPT_MAX = 32
 ABANDONED_S = 15.0  # a job that no client has asked for in this time ends at its next step
 WAIT_S = 1.0  # of a request for the result, before it gets the progress instead
@@ -57,6 +53,7 @@ ROWS_MAX = 500
 _ALARMS = ("severity", "what", "do", "command")
 _TIERS = ("tier", "used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes", "gives")
 _CHECKPOINTS = ("name", "step", "state", "level", "size", "stored", "kind", "created")
+_FILES = ("name", "level", "size", "modified")
 _SIZES = {*_TIERS[1:5], "size", "stored"}
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tierfs</title>
 <meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/static/style.css"></head>
@@ -68,59 +65,6 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 STATUSES = {"not-found": 404, "store-not-found": 404, "invalid-input": 400, "read-only": 403, "store": 503}
 _ID = secrets.token_hex(8)
 """The id of this process: the page loads everything again when it changes."""
-
-
-def directory(place: StorePlace) -> dict[str, Any]:
-    """Return the output of ``tierfs ls --json`` with the level of each file, for at most `ENTRIES_MAX` entries."""
-    with place.must_exist():
-        entries = list_directory(place.store, place.path)
-    listed = [
-        {**entry_document(place, entry), "path": entry.path, "level": _level(place, entry)}
-        for entry in entries[:ENTRIES_MAX]
-    ]
-    return {"url": place.url, "path": place.path, "entries": listed, "left_out": len(entries) - len(listed)}
-
-
-def _level(place: StorePlace, entry: Entry) -> str | None:
-    """Return the level of a file; ``None`` for a directory, or if it was deleted since the listing."""
-    try:
-        return None if entry.is_directory else level_of(place.store, entry.path).label
-    except NotFoundError:
-        return None
-
-
-def preview(place: StorePlace) -> dict[str, Any]:
-    """Return the table of a safetensors file, or up to `TEXT_BYTES_MAX` bytes of text.
-
-    Returns:
-        ``kind``: ``safetensors`` with ``tensors``, ``text`` with ``text`` and ``is_whole``, or ``binary``.
-    """
-    reader = open_entry(place.store, place.entry(), exact=True)
-    if place.path.endswith(".safetensors"):
-        table, begin = read_table(reader.read_into, reader.length, place.url)
-        tensors = [
-            {"name": name, "dtype": each.dtype, "shape": each.shape, "at": begin + each.at, "size": each.length}
-            for name, each in table.items()
-        ]
-        return {"path": place.path, "kind": "safetensors", "tensors": tensors}
-    head = bytearray(min(reader.length, TEXT_BYTES_MAX))
-    reader.read_into(0, memoryview(head))
-    text, is_whole = head.decode(errors="replace"), len(head) == reader.length
-    # A character may be cut at the end.
-    is_text = "\0" not in text and "\ufffd" not in (text if is_whole else text[:-1])
-    return {
-        "path": place.path,
-        **({"kind": "text", "text": text, "is_whole": is_whole} if is_text else {"kind": "binary"}),
-    }
-
-
-def pieces(place: StorePlace, entry: Entry) -> Iterator[bytes]:
-    """Yield a file's bytes, verified. Raises `TierfsError` in the middle if bytes are damaged."""
-    reader = open_entry(place.store, entry)
-    for at in range(0, reader.length, PIECE_BYTES):
-        piece = bytearray(min(PIECE_BYTES, reader.length - at))
-        reader.read_into(at, memoryview(piece))
-        yield bytes(piece)
 
 
 Task: TypeAlias = "Callable[[Job], dict[str, Any]]"
@@ -185,11 +129,18 @@ def plain_page(stores: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
 
 
 def _store(status: Mapping[str, Any], listed: Mapping[str, Any]) -> str:
-    report, rows = status["report"] or {"tiers": {}, "queue_files": 0, "queue_bytes": 0}, listed["checkpoints"]
-    tiers = [{"tier": tier, **values} for tier, values in report["tiers"].items()]
-    queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])} wait for the object tier."
-    more = f"{len(rows)} checkpoints" + (f", of which these are the first {ROWS_MAX}" if len(rows) > ROWS_MAX else "")
-    tables = (("Alarms", _ALARMS, status["alarms"]), ("Tiers", _TIERS, tiers), (more, _CHECKPOINTS, rows[:ROWS_MAX]))
+    report, rows, age_s = status["report"], listed["checkpoints"], listed["age_s"]
+    tiers = [{"tier": tier, **values} for tier, values in report["tiers"].items()] if report else []
+    queue = "What waits for the object tier is not known yet."
+    if report:
+        queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])} wait for the object tier."
+    more = "The list of checkpoints is being read: load this page again"
+    if age_s is not None:
+        more = f"{len(rows)} checkpoints, listed {age(age_s)} ago"
+        more += f", of which these are the first {ROWS_MAX}" if len(rows) > ROWS_MAX else ""
+    tables = [("Alarms", _ALARMS, status["alarms"]), ("Tiers", _TIERS, tiers), (more, _CHECKPOINTS, rows[:ROWS_MAX])]
+    if listed["files"]:
+        tables.append(("Single files", _FILES, listed["files"]))
     return f"<h1>{escape(status['url'])}</h1><p>{queue}</p>" + "".join(_table(*each) for each in tables)
 
 
@@ -219,7 +170,7 @@ class Page:
         about = {"version": __version__, "server": _ID, "allow_download": self._allow_download}
         answers: dict[str, Callable[[Request], Response]] = {
             "/": lambda _: FileResponse(STATIC / "index.html"),
-            "/plain": lambda _: HTMLResponse(plain_page([(one.status(), one.checkpoints(0)) for one in self._views])),
+            "/plain": lambda _: HTMLResponse(plain_page([one.plain() for one in self._views])),
             "/metrics": lambda _: Response(exposition(*(one.report() for one in self._views)), media_type=METRICS_TYPE),
             "/download": self._download,
             "/api/stores.json": lambda _: _json({**about, "stores": [view.status() for view in self._views]}),
@@ -252,8 +203,9 @@ class Page:
 
     def _checkpoints(self, request: Request) -> Response:
         view = self._view(request)
-        since, limit = (request.query_params.get(name) for name in ("since", "limit"))
-        rows = view.checkpoints(None if since is None else _number(since), None if limit is None else _number(limit))
+        given = (request.query_params.get(name) for name in ("since", "limit"))
+        since, limit = (None if text is None else _number(text) for text in given)
+        rows = view.checkpoints(since, limit, request.query_params.getlist("row"))
         return _json({"url": view.open().url, **rows})
 
     def _prune(self, request: Request) -> Response:
@@ -311,7 +263,7 @@ class Page:
         while not self.is_closing:
             for view in self._views:
                 view.watch()
-                listed = [view.list.version, view.list.looked, view.list.found]
+                listed = [view.list.version, view.list.looked, view.list.found, view.listings]
                 if seen.get(view.number) != (now := (view.version, *listed)):
                     seen[view.number] = now
                     state = {**view.status(), "list": listed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from tierfs.cli.arguments import suggested
 from tierfs.cli.commands.status import UploadRate, age
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.terminal.output import describe
-from tierfs.errors import TierfsError
+from tierfs.errors import TierfsError, without_passwords
 from tierfs.host.pending.levels import Level
 from tierfs.store import status
 from tierfs.store.status import condition
@@ -29,8 +30,14 @@ WATCHED_S = 15.0
 CONDITION_S, CONDITION_S_MIN = 60.0, 5.0
 """Reading the condition takes requests. It is done after the first time, or after the second one if files were published."""
 SAMPLES_MAX = 300
-LIST_S_MIN, LIST_SHARE = 5.0, 400
-"""A listing follows after `LIST_SHARE` times the seconds that the last one took: all take 0.25 % of a processor."""
+LIST_S_MIN, LIST_S_MAX, LIST_SHARE = 5.0, 30.0, 400
+"""A listing follows after `LIST_SHARE` times the processor's seconds that the last one took, which is 0.25 % of a
+processor, but within these bounds: an old list costs more than the rest of a processor.
+"""
+PLAIN_S = 3.0
+"""How long the page without JavaScript waits for a listing: it cannot show the rest later."""
+ROWS_MAX = 64
+"""How many rows on screen are looked up between two listings."""
 _logger = logging.getLogger("tierfs.ui")
 PROBLEM, NOTE = "problem", "note"
 FULL = 0.9
@@ -39,21 +46,43 @@ GC_AGE_S_MAX = 7 * 86400.0
 """gc is late after this time, which is many times the grace of any store."""
 
 
+class _Pace:
+    """Says when a piece of work is due again: see `LIST_SHARE`."""
+
+    def __init__(self) -> None:
+        self._due_s = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due_s
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Do the work in the ``with`` block. Work of other threads counts, too: it may only make the pause longer."""
+        begun_s = time.process_time()
+        try:
+            yield
+        finally:
+            pause_s = LIST_SHARE * (time.process_time() - begun_s)
+            self._due_s = time.monotonic() + min(LIST_S_MAX, max(LIST_S_MIN, pause_s))
+
+
 class StoreView:
     """The part of the page for one URL.
 
     Args:
         number: Its number in the address of the page.
-        url: As given on the command line.
+        url: As given on the command line. ``self.url`` is the same without its password.
         rules: What to keep, for the reasons in the list.
         max_age_s: Seconds for which a change may wait for the object tier without an alarm.
 
-    ``version`` counts the changes of the status. ``list`` has its own version.
+    ``version`` counts the changes of the status, ``listings`` those listings that worked. ``list`` has its own version.
     """
 
     def __init__(self, number: int, url: str, rules: Sequence[Rule], max_age_s: float) -> None:
-        self.number, self.url, self._max_age_s = number, url, max_age_s
-        self.list, self.version = CheckpointList(rules), 0
+        self.number, self._url, self._max_age_s = number, url, max_age_s
+        self.url = without_passwords(url)
+        self.list, self.version, self.listings = CheckpointList(rules), 0, 0
         self._place: StorePlace | None = None
         self._report: dict[str, Any] = {}
         self._error: TierfsError | OSError | None = None
@@ -61,11 +90,12 @@ class StoreView:
         self._condition: dict[str, Any] = {}
         self._published: object = None
         self._rate = UploadRate()
-        # Time, bytes per second to the object tier, queued bytes and files.
-        self._history: deque[tuple[float, float, int, int]] = deque(maxlen=SAMPLES_MAX)
-        self._watched_s = self._polled_s = self._condition_s = self._listed_s = float("-inf")
-        self._cost_s = 0.0
-        self._poll_lock, self._open_lock = threading.Lock(), threading.Lock()
+        # Time, bytes per second to the object tier if they are known, queued bytes and files.
+        self._history: deque[tuple[float, float | None, int, int]] = deque(maxlen=SAMPLES_MAX)
+        self._watched_s = self._polled_s = self._condition_s = float("-inf")
+        self._listed_s: float | None = None
+        self._list_pace, self._rows_pace = _Pace(), _Pace()
+        self._poll_lock, self._open_lock, self._rows_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._wakes, self._has_listed = threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -81,7 +111,7 @@ class StoreView:
         """
         with self._open_lock:
             if self._place is None:
-                place = store_place(self.url, as_configured=True, resumes=False)
+                place = store_place(self._url, as_configured=True, resumes=False)
                 if place.store.tiers is not None:
                     place.store.tiers.cache.keeps_reads = False
                 self._place = place
@@ -119,20 +149,54 @@ class StoreView:
             "error": None if self._error is None else describe(self._error).kind,
             "alarms": alarms,
             "history": list(self._history),
+            "list_age_s": self.list_age_s,
         }
 
-    def checkpoints(self, since: int | None, limit: int | None = None) -> dict[str, Any]:
-        """Return rows that changed after a version of the list; all rows, and up to date, for ``None``."""
+    @property
+    def list_age_s(self) -> float | None:
+        """How many seconds ago the listing began that the list is from; ``None`` before the first one has ended."""
+        return None if self._listed_s is None else time.monotonic() - self._listed_s
+
+    def checkpoints(
+        self, since: int | None, limit: int | None = None, rows: Sequence[str] = (), wait_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return rows that changed after a version of the list; for ``None`` all rows, after a listing if one is due.
+
+        Args:
+            since: The version.
+            limit: How many rows at most.
+            rows: Paths of the rows on screen. Their checkpoints are looked up first, if that is due.
+            wait_s: How long to wait for a listing; ``None`` until it ends.
+
+        Raises:
+            TierfsError, OSError: No listing has worked yet, and the last one failed. Only if ``since`` is ``None``.
+        """
         self.watch()
-        if since is None and self._is_list_due:
+        if since is None and self._list_pace.is_due:
             self._has_listed.clear()
             self._wakes.set()
-            self._has_listed.wait()
-        return self.list.changes(since or 0, limit)
+            self._has_listed.wait(wait_s)
+        if since is None and self._listed_s is None and self._list_error is not None:
+            raise self._list_error.with_traceback(None)
+        self._look_up(rows[:ROWS_MAX])
+        return {**self.list.changes(since or 0, limit), "age_s": self.list_age_s}
 
-    @property
-    def _is_list_due(self) -> bool:
-        return time.monotonic() - self._listed_s >= max(LIST_S_MIN, LIST_SHARE * self._cost_s)
+    def plain(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the status, and the list after a listing that takes at most `PLAIN_S`."""
+        try:
+            listed = self.checkpoints(None, wait_s=PLAIN_S)
+        except (TierfsError, OSError):  # an alarm says so
+            listed = self.checkpoints(0)
+        return self.status(), listed
+
+    def _look_up(self, rows: Sequence[str]) -> None:
+        """Look whether the checkpoints of rows are still there, unless another client does. A failure is the listing's."""
+        if rows and self._rows_pace.is_due and self._rows_lock.acquire(blocking=False):
+            try:
+                with self._rows_pace.turn(), contextlib.suppress(TierfsError, OSError):
+                    self.list.look_up(self.open(), rows)
+            finally:
+                self._rows_lock.release()
 
     @property
     def _is_watched(self) -> bool:
@@ -158,7 +222,9 @@ class StoreView:
                 self._fail(error, self._error)
                 self._error, self._polled_s = error, now_s
                 return
-            rate = self._rate.sample(report, now_s) or 0.0
+            rate = self._rate.sample(report, now_s)
+            if rate is None and not report["flusher"].get("running"):
+                rate = 0.0
             self._history.append((time.time(), rate, report["queue_bytes"], report["queue_files"]))
             self.version += bool(rate or report != self._report or self._error)
             self._report, self._error, self._polled_s = report, None, now_s
@@ -178,19 +244,19 @@ class StoreView:
             try:
                 place = self.open()
                 now = pending_in(place)
-                if self._is_list_due:
+                if self._list_pace.is_due:
                     begun_s = time.monotonic()
-                    self.list.refresh(place)
-                    self._listed_s = time.monotonic()
-                    self._cost_s = self._listed_s - begun_s
+                    with self._list_pace.turn():
+                        self.list.refresh(place)
+                    self._listed_s, self.listings = begun_s, self.listings + 1
                 else:
                     changed = now if "peers" in self._report else dict(now.items() ^ pending.items())
-                    self.list.look_at(place, {directory_of(path) for path in changed})
+                    self.list.look_at(place, {directory_of(path) for path in changed} | self.list.take_changed())
                 pending, self._list_error = now, None
             except (TierfsError, OSError) as error:
                 if self._error is None:
                     self._fail(error, self._list_error)
-                self._list_error, self._listed_s = error, time.monotonic()
+                self._list_error = error
             finally:
                 self._has_listed.set()
 

@@ -9,12 +9,12 @@ import { runView } from "./run.js";
 
 const VIEWS = { "": overview, checkpoint: checkpointView, diff: diffView, files: filesView, run: runView };
 const TABS = [["", "Overview"], ["run", "Run"], ["files", "Files"]];
-const SILENT_MS = 2800;
+const SILENT_MS = 2800, ASK_AGAIN_MS = 5000;
 const byId = (id) => document.getElementById(id);
 
 // What all views share: the newest state of each store, and its checkpoints by path.
-export const state = { about: null, stores: [], rows: new Map(), lists: new Map(), listeners: new Set() };
-let view = null, heard = 0, source = null;
+export const state = { about: null, stores: [], rows: new Map(), files: new Map(), lists: new Map(), listeners: new Set() };
+let view = null, heard = 0, asked = 0, source = null;
 
 export const changed = (what, store) => { for (const listener of state.listeners) listener(what, store); };
 
@@ -46,20 +46,29 @@ function show() {
   scrollTo(0, 0);
 }
 
-// Fetch the rows that changed since the last time.
+// When this browser's clock showed the moment at which a list was begun to be read; null if none was.
+const since = (age_s) => (age_s === null || age_s === undefined ? null : Date.now() - 1000 * age_s);
+
+// Fetch the rows that changed since the last time. The server looks whether those on screen are still there.
 const fetching = new Map();
 export async function fetchRows(store) {
   if (fetching.has(store)) { fetching.set(store, true); return; }
   fetching.set(store, false);
   try {
     const first = !state.lists.has(store); // The newest rows first, so that something is seen at once.
-    const { document } = await ask("/api/checkpoints.json", { store, since: state.lists.get(store)?.version ?? 0, limit: first ? 100 : null });
+    asked = Date.now();
+    const about = state.about;
+    const row = route().store === store ? view?.onScreen?.() : null;
+    const { document } = await ask("/api/checkpoints.json", { store, since: state.lists.get(store)?.version ?? 0, limit: first ? 100 : null, row });
+    if (about !== state.about) { fetching.set(store, true); return; } // All is loaded again: this may be of the last server.
     const rows = state.rows.get(store) ?? new Map();
-    if (first && document.checkpoints.length === 100) { document.version = 0; fetching.set(store, true); }
+    if (first && document.checkpoints.length === 100) document.version = 0;
+    if (first) fetching.set(store, true);
     for (const path of document.gone) rows.delete(path);
     for (const row of document.checkpoints) rows.set(row.path, row);
     state.rows.set(store, rows);
-    state.lists.set(store, { ...document, checkpoints: null });
+    if (document.files) state.files.set(store, document.files);
+    state.lists.set(store, { ...document, checkpoints: null, files: null, at: since(document.age_s) });
     changed("rows", store);
   } catch (error) {
     silent(error.message);
@@ -74,8 +83,7 @@ async function load() {
   const { document } = await ask("/api/stores.json");
   state.about = document;
   state.stores = document.stores;
-  state.rows.clear();
-  state.lists.clear();
+  for (const known of [state.rows, state.files, state.lists]) known.clear();
   put(byId("stores"), state.stores.map((store) => h("option", { value: store.store }, store.url)));
   for (const store of state.stores) fetchRows(store.store);
   show();
@@ -109,15 +117,18 @@ function listen() {
     const fresh = JSON.parse(event.data), old = state.stores[fresh.store];
     if (!old) return;
     const history = old.history.filter((sample) => sample[0] !== fresh.history[0]?.[0]).concat(fresh.history);
+    const list = state.lists.get(fresh.store);
+    if (list) list.at = since(fresh.list_age_s);
     state.stores[fresh.store] = { ...fresh, history: history.filter((sample) => sample[0] > Date.now() / 1000 - 600) };
     changed("status", fresh.store);
-    if ((state.lists.get(fresh.store)?.version ?? -1) !== fresh.list[0]) fetchRows(fresh.store);
-    else if (state.lists.get(fresh.store)?.looked !== fresh.list[1]) fetchRows(fresh.store);
+    if ((list?.version ?? -1) !== fresh.list[0] || list?.looked !== fresh.list[1]) fetchRows(fresh.store);
   });
   source.addEventListener("error", () => silent());
 }
 
 setInterval(() => {
+  changed("clock", route().store);
+  if (!document.hidden && state.about && view?.onScreen && Date.now() - asked > ASK_AGAIN_MS) fetchRows(route().store);
   if (Date.now() - heard <= SILENT_MS) return;
   silent();
   if (source?.readyState === EventSource.CLOSED || Date.now() - heard > 3 * SILENT_MS) { heard = Date.now() - SILENT_MS; listen(); }

@@ -4,18 +4,20 @@ import { address, go, state } from "./app.js";
 import { ask, bytes, count, h, meter, problem, put, time } from "./dom.js";
 import { Grid } from "./grid.js";
 
+export const fileColumns = [
+  { id: "name", title: "Name", width: "minmax(150px, 4fr)", cell: (row) => h("span", { class: "name", title: row.name }, row.type === "directory" ? `${row.name}/` : row.name), sort: (row) => row.name },
+  { id: "size", title: "Size", width: "minmax(80px, 1fr)", cell: (row) => (row.type === "directory" ? "–" : bytes(row.size)), sort: (row) => row.size, right: true },
+  { id: "level", title: "Level", width: "minmax(70px, .8fr)", cell: (row) => (row.foreign ? "foreign" : row.level ?? "–"), sort: (row) => row.level },
+  { id: "modified", title: "Changed", width: "minmax(120px, 1fr)", cell: (row) => time(row.modified), sort: (row) => row.modified, wide: true },
+];
+
 export function filesView({ store, parameters }) {
   const wanted = parameters.get("path");
   const crumbs = h("nav", { class: "crumbs", "aria-label": "Directories" }), below = h("div", {}, meter("Reading the directory …")), look = h("div", { "aria-live": "polite" });
   const grid = new Grid({
     label: "Files", key: (row) => row.path, empty: "Nothing is here.", height: 480,
     open: (row) => (row.type === "directory" ? go("files", { path: row.path }) : preview(row)),
-    columns: [
-      { id: "name", title: "Name", width: "minmax(150px, 4fr)", cell: (row) => h("span", { class: "name", title: row.name }, row.type === "directory" ? `${row.name}/` : row.name), sort: (row) => row.name },
-      { id: "size", title: "Size", width: "minmax(80px, 1fr)", cell: (row) => (row.type === "directory" ? "–" : bytes(row.size)), sort: (row) => row.size, right: true },
-      { id: "level", title: "Level", width: "minmax(70px, .8fr)", cell: (row) => (row.foreign ? "foreign" : row.level ?? "–"), sort: (row) => row.level },
-      { id: "modified", title: "Changed", width: "minmax(120px, 1fr)", cell: (row) => time(row.modified), sort: (row) => row.modified, wide: true },
-    ],
+    columns: fileColumns,
   });
   const preview = async (row) => {
     put(look, [meter("Reading the file …")]);

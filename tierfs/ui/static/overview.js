@@ -3,9 +3,11 @@
 import { address, go, state } from "./app.js";
 import { ask, bytes, command, count, h, number, put, seconds, time } from "./dom.js";
 import { chart } from "./chart.js";
+import { fileColumns } from "./files.js";
 import { Grid } from "./grid.js";
 
 const LEVELS = ["staged", "local", "peer", "object"];
+const OLD_S = 60; // The server lists again within 30 s, unless a listing itself takes long.
 const TIERS = { device: "GPU", ram: "Shared memory", nvme: "Disk", object: "Object tier" };
 
 export function overview({ store }) {
@@ -25,6 +27,7 @@ export function overview({ store }) {
   const update = (what, number) => {
     if (number !== store) return;
     if (what === "rows") { list.update(); return; }
+    if (what === "clock") { list.tick(); return; }
     const status = state.stores[store];
     if (!status) return;
     const text = JSON.stringify(status.alarms);
@@ -38,7 +41,7 @@ export function overview({ store }) {
   state.listeners.add(update);
   update("status", store);
   update("rows", store);
-  return { element, title: state.stores[store]?.url };
+  return { element, title: state.stores[store]?.url, onScreen: list.onScreen };
 }
 
 const columns = (samples) => [samples.map((sample) => sample[0]), samples.map((sample) => sample[1])];
@@ -57,7 +60,7 @@ function drawTiers({ report }) {
     const title = h("h3", {}, TIERS[tier], h("span", { class: "chip" }, values ? values.gives || "off" : "off"));
     if (!values) return h("div", { class: "card tier off" }, title, h("p", { class: "muted" }, "Not used on this host"));
     if (tier === "object") return h("div", { class: "card tier" }, title, objectTier(values));
-    const { used_bytes: used = 0, budget_bytes: budget = 0, dirty_bytes: dirty = 0, clean_bytes: clean = 0 } = values;
+    const { used_bytes: used, budget_bytes: budget, dirty_bytes: dirty, clean_bytes: clean } = values;
     return h("div", { class: "card tier" }, title,
       h("p", { class: "big" }, bytes(used), h("small", {}, ` of ${bytes(budget)}`)),
       h("div", { class: "bar", role: "img", "aria-label": `${bytes(dirty)} dirty and ${bytes(clean)} clean of ${bytes(budget)}` },
@@ -73,14 +76,14 @@ function drawTiers({ report }) {
   return cards;
 }
 
-const share = (part, whole) => (whole ? Math.min(100, (100 * part) / whole) : 0);
+const share = (part, whole) => (part && whole ? Math.min(100, (100 * part) / whole) : 0);
 
 function objectTier(values) {
   const counts = Object.entries(values.requests ?? {}).filter(([name]) => name.startsWith("flusher_"));
   const sum = (key) => counts.reduce((total, [, one]) => total + one[key], 0);
   const put_ = counts.filter(([name]) => name.startsWith("flusher_put")).reduce((total, [, one]) => total + one.bytes, 0);
   return [
-    h("p", { class: "big" }, bytes(put_), h("small", {}, " sent")),
+    h("p", { class: "big" }, bytes(counts.length ? put_ : null), h("small", {}, " sent")),
     h("p", { class: "muted" }, `${count(sum("requests"), "request")} by the flusher, `, h("span", { class: sum("errors") ? "bad" : null }, count(sum("errors"), "error"))),
     h("p", { class: "muted" }, `survives the ${values.survives}`),
   ];
@@ -89,10 +92,10 @@ function objectTier(values) {
 function drawFlow(status) {
   const { report } = status;
   const flusher = report.flusher.silent ? "does not answer" : report.flusher.running ? `runs, pid ${report.flusher.pid}` : "not running";
-  const rates = status.history.map((sample) => sample[1]);
+  const rates = status.history.map((sample) => sample[1]), known = rates.filter((rate) => rate !== null);
   return [
     ["Now", `${bytes(rates.at(-1))}/s`],
-    ["Mean", `${bytes(rates.reduce((a, b) => a + b, 0) / Math.max(1, rates.length))}/s`],
+    ["Mean", `${bytes(known.length ? known.reduce((a, b) => a + b, 0) / known.length : null)}/s`],
     ["Queue", report.queue_files ? `${count(report.queue_files, "file")}, ${bytes(report.queue_bytes)}` : "empty"],
     ["Oldest", report.queue_files ? seconds(report.oldest_age_s) : "–"],
     ["Flusher", flusher],
@@ -112,14 +115,17 @@ export function stateChip(row) {
   return h("span", { class: `chip ${row.marked_damaged ? "damaged" : name}`, title: [...row.problems, ...row.waiting].join("\n") || null }, name);
 }
 
+// The directory of a run, from the URL of the page on.
+const runOf = (row) => row.name.split("/").slice(0, -1).join("/");
+
 function checkpoints(store) {
   let metric = null, text = "", whatIf = null;
-  const filter = h("input", { type: "search", placeholder: "Filter by name or step", "aria-label": "Filter the checkpoints" });
+  const filter = h("input", { type: "search", placeholder: "Name or step", "aria-label": "Filter the checkpoints" });
   const metrics = h("select", { "aria-label": "Metric to show" });
-  const rules = h("input", { type: "text", placeholder: "latest:3 best:2:loss", "aria-label": "Rules of what to keep", size: 24 });
+  const rules = h("input", { type: "text", placeholder: "latest:3 best:2:loss", "aria-label": "Rules of what to keep", size: 18 });
   const apply = h("button", { type: "submit" }, "Try");
   const compare = h("button", { type: "button", disabled: true, class: "primary" }, "Compare");
-  const about = h("p", { class: "muted", role: "status" });
+  const about = h("p", { class: "muted", role: "status" }), age = h("p", {});
   const said = h("p", { class: "problem card", hidden: true, role: "alert" });
   const list = () => state.lists.get(store) ?? { best: {} };
   const reasons = (row) => whatIf?.get(row.path) ?? row;
@@ -135,21 +141,26 @@ function checkpoints(store) {
     if (kept === false) return h("span", { class: "going" }, "would be pruned");
     return h("span", { title: words.join(", ") }, row.pinned ? "★ " : "", words.filter((word) => word !== "pinned" || words.length === 1).join(", "));
   };
-  const make = () => [
+  const make = (hasRuns) => [
     column("select", "", "28px", (row) => h("span", { class: "pickbox", "aria-hidden": "true" }, grid.picked.has(row.path) ? "●" : "○"), { wide: true }),
     column("step", "Step", "minmax(56px, .5fr)", (row) => h("a", { href: address("checkpoint", { path: row.path }), tabindex: -1, title: row.name }, row.step ?? row.name), { right: true, sort: (row) => row.step }),
+    ...(hasRuns ? [column("run", "Run", "minmax(60px, 1fr)", (row) => h("span", { title: row.path }, runOf(row) || "/"), { sort: runOf })] : []),
     column("levels", "Level", "minmax(104px, 1.2fr)", (row) => [dots(row, Boolean(state.stores[store]?.report?.peers)), h("span", { class: "level" }, row.level ?? "–")], { sort: (row) => LEVELS.indexOf(row.level) }),
     column("state", "State", "minmax(96px, 1fr)", stateChip, { sort: (row) => row.state, wide: true }),
-    column("saved", "Saved", "minmax(84px, 1.1fr)", (row) => time(row.created), { sort: (row) => row.created }),
+    column("saved", "Saved", "minmax(84px, 1.1fr)", (row) => time(row.created), { sort: (row) => row.created, wide: hasRuns }),
     column("size", "Size", "minmax(76px, 1fr)", (row) => bytes(row.size), { right: true, sort: (row) => row.size }),
     column("stored", "Stored", "minmax(76px, 1fr)", (row) => bytes(row.stored), { right: true, sort: (row) => row.stored, wide: true }),
     column("kind", "Kind", "minmax(56px, .6fr)", (row) => row.kind ?? row.format ?? "–", { sort: (row) => row.kind, wide: true }),
     ...(metric ? [column("metric", metric, "minmax(90px, 1fr)", metricCell, { right: true, sort: (row) => row.metrics[metric], wide: true })] : []),
     column("why", "Why it is kept", "minmax(150px, 2.4fr)", why, { wide: true }),
   ];
+  const files = new Grid({
+    label: "Single files", key: (row) => row.path, columns: fileColumns, height: 320, open: (row) => go("files", { path: row.path.split("/").slice(0, -1).join("/") }),
+  });
+  const single = h("section", { "aria-label": "Single files" }, h("h2", {}, "Single files"),
+    h("p", { class: "muted" }, "Checkpoints that are one file, such as Lightning's. tierfs does not look inside."), files.whole);
   const grid = new Grid({
-    label: "Checkpoints", columns: [], key: (row) => row.path, open: (row) => go("checkpoint", { path: row.path }),
-    empty: "No checkpoint is here yet. Save one: `dcp.save(state, storage_writer=tierfs.dcp.TierWriter(URL))`.",
+    label: "Checkpoints", columns: [], key: (row) => row.path, open: (row) => go("checkpoint", { path: row.path }), empty: "",
     pick: (picked) => { compare.disabled = picked.size !== 2; for (const line of grid.shown.values()) put(line.element.querySelector(".pickbox"), [picked.has(line.row.path) ? "●" : "○"]); },
   });
   const update = () => {
@@ -161,17 +172,25 @@ function checkpoints(store) {
       if (metric) metrics.value = metric;
     }
     metrics.hidden = names.length < 2;
-    grid.columns = make();
+    grid.columns = make(new Set(all.map(runOf)).size > 1);
     grid.heads();
     all.sort((a, b) => (b.step ?? -1) - (a.step ?? -1) || (a.path < b.path ? 1 : -1));
+    const those = state.files.get(store) ?? [];
+    single.hidden = !those.length;
+    if (those !== files.all) files.set(those);
     grid.set(text ? all.filter((row) => row.name.toLowerCase().includes(text) || String(row.step) === text || row.state === text || row.level === text) : all);
     tick();
   };
   const tick = () => {
-    const { found = 0, looked = 0 } = list(), rows = state.rows.get(store);
-    const size = [...(rows?.values() ?? [])].reduce((total, row) => total + (row.size ?? 0), 0);
-    about.textContent = !rows ? "Reading the list …" : looked < found ? `Reading ${looked.toLocaleString("en")} of ${found.toLocaleString("en")} …`
-      : `${count(found, "checkpoint")}, ${bytes(size)}${whatIf ? `; these rules would prune ${[...whatIf.values()].filter((one) => !one.kept).length}` : ""}`;
+    const { found = 0, looked = 0, at = null } = list(), rows = [...(state.rows.get(store)?.values() ?? [])];
+    const sizes = rows.map((row) => row.size).filter((size) => size !== null);
+    const said = looked < found ? `Reading ${looked.toLocaleString("en")} of ${found.toLocaleString("en")} …` : at === null ? "Reading the list …"
+      : `${count(found, "checkpoint")}, ${bytes(sizes.length || !found ? sizes.reduce((a, b) => a + b, 0) : null)}${whatIf ? `; these rules would prune ${[...whatIf.values()].filter((one) => !one.kept).length}` : ""}`;
+    if (about.textContent !== said) about.textContent = said;
+    const age_s = at === null ? null : (Date.now() - at) / 1000;
+    age.textContent = at === null ? "" : `listed ${age_s < 60 ? `${Math.round(age_s)} s` : seconds(age_s)} ago`;
+    age.className = age_s > OLD_S ? "bad" : "muted";
+    grid.empty.textContent = at === null ? "The list has not been read yet." : rows.length ? "No checkpoint is like that." : "No checkpoint is here yet. Save one: `dcp.save(state, storage_writer=tierfs.dcp.TierWriter(URL))`.";
   };
   let typing = 0;
   filter.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => { text = filter.value.trim().toLowerCase(); update(); }, 60); });
@@ -195,6 +214,6 @@ function checkpoints(store) {
     update();
   });
   const element = h("section", { "aria-label": "Checkpoints" },
-    h("div", { class: "title" }, h("h2", {}, "Checkpoints"), about, h("div", { class: "spring" }), filter, metrics, form, compare), said, grid.whole);
-  return { element, update, tick };
+    h("div", { class: "title" }, h("h2", {}, "Checkpoints"), about, age, h("div", { class: "spring" }), filter, metrics, form, compare), said, grid.whole, single);
+  return { element, update, tick, onScreen: () => [...grid.shown.values()].map((line) => line.row.path) };
 }

@@ -18,7 +18,7 @@ export function runView({ store, parameters }) {
     const rows = [...(state.rows.get(store)?.values() ?? [])], runs = [...new Set(rows.map(runOf))].sort();
     const list = state.lists.get(store);
     if (!rows.length) {
-      put(charts, [list && list.looked === list.found ? h("p", { class: "card empty" }, "No checkpoint is here yet.") : meter("Reading the list …")]);
+      put(charts, [list && list.at !== null && list.looked === list.found ? h("p", { class: "card empty" }, "No checkpoint is here yet.") : meter("Reading the list …")]);
       return;
     }
     if (!runs.includes(run)) run = runOf(rows.reduce((a, b) => (a.created > b.created ? a : b)));
@@ -49,8 +49,6 @@ export function runView({ store, parameters }) {
 
 const line = (colour, label, more = {}) => ({ label, colour, ...more });
 
-const whenStored = (row, value) => (row.level === "object" ? value : null);
-
 function draw(rows) {
   if (rows.length < 2) return h("p", { class: "card empty" }, "Charts need two complete checkpoints of a run.");
   const xs = rows.map((row) => row.step), names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))].sort((a, b) => b.includes("loss") - a.includes("loss") || (a < b ? -1 : 1));
@@ -59,8 +57,8 @@ function draw(rows) {
   const fresh = rows.some((row) => row.new !== null && row.new !== undefined);
   return [
     ...metrics,
-    fresh ? chart({ title: "New bytes", note: "stored first by this step", data: [xs, rows.map((row) => whenStored(row, row.new))], format: bytes, least: 1, series: [line("--accent", "new", { bars: true })] }).box : null,
-    chart({ title: "Size", note: "and what is stored of it", data: [xs, rows.map((row) => row.size), rows.map((row) => whenStored(row, row.stored))], format: bytes, least: 1, series: [line("--muted", "size"), line("--accent", "stored")] }).box,
+    fresh ? chart({ title: "New bytes", note: "stored first by this step", data: [xs, rows.map((row) => row.new)], format: bytes, least: 1, series: [line("--accent", "new", { bars: true })] }).box : null,
+    chart({ title: "Size", note: "and what is stored of it", data: [xs, rows.map((row) => row.size), rows.map((row) => row.stored)], format: bytes, least: 1, series: [line("--muted", "size"), line("--accent", "stored")] }).box,
     names.length > METRICS_MAX ? h("p", { class: "muted" }, `${names.length - METRICS_MAX} more metrics are not drawn.`) : null,
   ];
 }
