@@ -23,7 +23,7 @@ from tierfs.store import save
 
 COUNT = int(os.environ.get("TIERFS_TEST_CHECKPOINTS", "10000"))
 FIRST_ROWS_MS, REACTION_MS, FIRST_PAINT_MS = 1000, 100, 300
-PAGE_BYTES_MAX = 120_000
+PAGE_BYTES_MAX = 125_000
 IDLE_S = 12.0  # the server looks for changes every ten seconds or more often
 HOSTILE = (
     "<img src=x onerror=window.harmed=1>",
