@@ -84,7 +84,7 @@ def test_the_top_level_holds_only_what_belongs_there():
     if listed.returncode:
         pytest.skip("not a git checkout")
     top = {name.split("/")[0] for name in listed.stdout.split("\n") if name}
-    allowed = {"pyproject.toml", "setup.py", "tierfs", "tests", "integration", "docs", "README.md", "LICENSE"}
+    allowed = {"pyproject.toml", "tierfs", "tests", "integration", "docs", "README.md", "LICENSE"}
     assert {name for name in top if not name.startswith(".")} <= allowed
 
 

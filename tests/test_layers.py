@@ -33,6 +33,7 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
+    "_building": set(),  # setuptools imports it alone
     "threads": {"_fork"},
     "localfile": set(),
     "urls_as_paths": {"errors"},

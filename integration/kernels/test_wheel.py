@@ -43,7 +43,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ls-files",
         "-co",
         "--exclude-standard",
-        "setup.py",
         "pyproject.toml",
         "README.md",
         "LICENSE",
