@@ -87,3 +87,55 @@ def test_a_missing_artifact_and_a_path_outside_are_refused(root, tmp_path):
 def test_an_address_without_a_store_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="tierfs init"):
         get_artifact_repository(f"tierfs::file://{tmp_path}/none").log_artifact(__file__)
+
+
+OUTSIDE = [
+    "/{root}/other",
+    "/etc",
+    "//other",
+    "file:///etc",
+    "file:other",
+    "tierfs::file:///other",
+    "../other",
+    "a/../../other",
+    "..",
+    "%2e%2e/other",
+    "%252e%252e/other",
+    "..%2Fother",
+    "%2Fother",
+    "..\\other",
+    "a%5C..%5C..%5Cother",
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_no_method_takes_a_path_outside_its_directory(root, tmp_path, path):
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "b").write_text("b")
+    fs, place = fsspec.url_to_fs(root)
+    fs.pipe_file(f"{place}/other/v.txt", b"kept")
+    repository = get_artifact_repository(f"{root}/run")
+    repository.log_artifact(str(tmp_path / "a"), "a")
+    path = path.format(root=place.strip("/"))
+    for call in (
+        repository.list_artifacts,
+        repository.delete_artifacts,
+        repository.download_artifacts,
+        lambda outside: repository._download_file(f"{outside}/v.txt", str(tmp_path / "got")),  # traces call it
+        lambda outside: repository.log_artifact(str(tmp_path / "a"), outside),
+        lambda outside: repository.log_artifacts(str(tmp_path / "made"), outside),
+    ):
+        with pytest.raises(MlflowException, match="Invalid artifact path"):
+            call(path)
+    assert fs.find(place) == [f"{place}/other/v.txt", f"{place}/run/a/a"]
+    assert fs.cat_file(f"{place}/other/v.txt") == b"kept"
+    assert not (tmp_path / "got").exists()
+
+
+def test_a_name_with_odd_letters_stays_an_artifact(root, tmp_path):
+    repository = get_artifact_repository(f"{root}/run")
+    for name in ("a%20b#1.txt", "model:v1", "..hidden", "50%"):
+        (tmp_path / name).write_text(name)
+        repository.log_artifact(str(tmp_path / name), "odd..names")
+        assert Path(repository.download_artifacts(f"odd..names/{name}")).read_text() == name

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
+from urllib.parse import unquote
 
 import fsspec
 from mlflow.entities import FileInfo
+from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository, verify_artifact_path
 
 from tierfs.plugs import logger
+
+_LEAVES = re.compile(r"(^|/)\.\.(/|$)|^/|\\|^file:|^[\w+.:-]+://", re.IGNORECASE)
+"""Matches a path that leads out of the directory to which it belongs, as MLflow's clients and servers may read it."""
 
 
 class TierArtifactRepository(ArtifactRepository):
@@ -44,7 +50,17 @@ class TierArtifactRepository(ArtifactRepository):
         self._fs.get_file(self._at(remote_file_path), local_path)
 
     def _at(self, *parts: str | None) -> str:
-        return posixpath.join(self._root, *(part for part in parts if part))
+        """Return a path in the store. Raises `MlflowException` for one that leaves the directory of the artifacts."""
+        given = [part for part in parts if part]
+        for part in given:
+            read, before = str(part), ""
+            while read != before and not _LEAVES.search(read):
+                read, before = unquote(read), read
+            if read != before:
+                raise MlflowException(
+                    f"Invalid artifact path: {part!r} leaves {self.artifact_uri}: give a relative path"
+                )
+        return posixpath.join(self._root, *given)
 
     def _info(self, entry: dict[str, object]) -> FileInfo:
         is_directory = entry["type"] == "directory"
