@@ -58,6 +58,7 @@ class Restored:
             over `COMPARED_BYTES` a rank, or all of them with ``verify=False``.
         replayed: The number of files of logged steps that were made again after the checkpoint: see `Replay`.
         stopped: Why no more logged steps were made again; empty if there were no more.
+        created_ns: The time of the save, in nanoseconds since the epoch; 0 if unknown.
     """
 
     step: int
@@ -71,6 +72,7 @@ class Restored:
     not_compared: tuple[str, ...] = field(default=(), repr=False)
     replayed: int = 0
     stopped: str = ""
+    created_ns: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -326,7 +328,8 @@ class Restorer:
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
         unseen = sorted(set().union(*(each.not_compared for *_, each in told)))
-        return Restored(step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about, tuple(unseen))
+        made = step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about, tuple(unseen)
+        return Restored(*made, created_ns=standing.created_ns)
 
     def _compared(self, parts: TrainState | DictState, kind: str, wanted: Wanted, planner: _Planner) -> _Compared:
         """Compare the state, as it is now, with the digests that its save recorded."""
