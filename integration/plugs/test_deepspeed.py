@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,14 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model
 own = engine.checkpoint_engine
 assert load_checkpoint(engine, url) == (None, None)
 save_checkpoint(engine, url, "first", client_state={"a": 1})
+hooks = []
+model.register_state_dict_post_hook(lambda *_: hooks.append("saved"))
+model.register_load_state_dict_pre_hook(lambda *_: hooks.append("loaded"))
+save_checkpoint(engine, url, "hooked")
+load_checkpoint(engine, url, "hooked", custom_load_fn=lambda src, dst: hooks.append(sorted(src)))
+load_checkpoint(engine, url, "hooked")
+assert hooks == ["saved", ["bias", "weight"], "loaded"], hooks
+save_checkpoint(engine, url, "first", client_state={"a": 1})
 found, client_state = load_checkpoint(engine, url)
 assert (found, client_state["a"]) == (f"{url}/first", 1)
 save_checkpoint(engine, url)
@@ -103,6 +112,8 @@ def test_tags_are_chosen_and_missing_ones_refused(url, tmp_path):
         check=False,
     )
     assert "DONE" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    line = rf"loaded step 0 from {re.escape(url)}/first: at the level \w+, saved \d+ seconds ago, in \d+\.\d s"
+    assert re.search(line, done.stdout + done.stderr)
     # DeepSpeed's own script makes plain weights of a local copy.
     subprocess.run([sys.executable, "-m", "tierfs.cli", "materialize", url, tmp_path / "copy"], check=True, timeout=60)
     script = [sys.executable, tmp_path / "copy" / "zero_to_fp32.py", tmp_path / "copy", tmp_path / "weights"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -14,8 +16,9 @@ pytest.importorskip("lightning", reason="lightning is not installed: docs/how-to
 
 import fsspec
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from running import trained
 
@@ -200,6 +203,101 @@ def test_other_saves_of_the_trainer_stay_where_they_are_asked_for(url, tmp_path)
     again = trainer(TierCheckpoint(url), 2)
     again.fit(Model(), ckpt_path=str(tmp_path / "hpc_ckpt_1.ckpt"))
     assert again.global_step == 8
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class Hooked(Model):
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["average"] = torch.full((3,), float(self.trainer.global_step))
+
+    def on_load_checkpoint(self, checkpoint):
+        self.kept["module"] = checkpoint["average"]
+
+
+class ShardedHooks(Hooked, Sharded):
+    pass
+
+
+class Data(LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.kept = None
+
+    def train_dataloader(self):
+        return BoringModel().train_dataloader()
+
+    def state_dict(self):
+        return {"at": self.trainer.global_step}
+
+    def load_state_dict(self, state_dict):
+        self.kept = state_dict["at"]
+
+
+class Hooks(Callback):
+    def __init__(self):
+        self.kept = {}
+
+    def state_dict(self):
+        return {"saves": 7}
+
+    def load_state_dict(self, state_dict):
+        self.kept["state"] = state_dict["saves"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["of_callback"] = trainer.global_step
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.kept["callback"] = checkpoint["of_callback"]
+
+
+class Hears(Logger):
+    name = version = ""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def log_metrics(self, metrics, step):
+        pass
+
+    def log_hyperparams(self, *params):
+        pass
+
+    def after_save_checkpoint(self, checkpoint_callback):
+        self.heard.append(checkpoint_callback.best_model_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "sharded"])
+def test_each_hook_of_lightning_is_called_with_its_state(url, kind, caplog):
+    is_sharded = kind == "sharded"
+    more = {"strategy": TierModelParallelStrategy(1, 1), "devices": 1} if is_sharded else {}
+    model = ShardedHooks if is_sharded else Hooked
+    logs, module, data, hooks = Hears(), model(), Data(), Hooks()
+    try:
+        first = trainer(TierCheckpoint(url), 1, logger=logs, **more)
+        first.callbacks.append(hooks)
+        first.fit(module, datamodule=Data())
+        more = {"strategy": TierModelParallelStrategy(1, 1), "devices": 1} if is_sharded else {}
+        second = trainer(TierCheckpoint(url), 2, **more)
+        second.callbacks.append(hooks)
+        with caplog.at_level(logging.WARNING, "tierfs.plugs"):
+            second.fit(module := model(), datamodule=data, ckpt_path="last")
+    finally:
+        if is_sharded:
+            torch.distributed.destroy_process_group()
+    assert logs.heard == [f"{url}/epoch=0-step=4.ckpt"]
+    assert torch.equal(module.kept["module"], torch.full((3,), 4.0))
+    assert (data.kept, hooks.kept) == (4, {"state": 7, "callback": 4})
+    said = [each for each in caplog.messages if "loaded" in each]
+    assert len(said) == 1
+    line = rf"loaded step 4 from {re.escape(url)}/epoch=0-step=4.ckpt: at the level \w+, saved \d+ seconds ago, in \d+\.\d s"
+    assert re.search(line, said[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

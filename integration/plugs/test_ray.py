@@ -42,32 +42,48 @@ def test_a_killed_run_goes_on_with_another_number_of_workers(url, tmp_path):
 
 
 def test_a_local_checkpoint_is_uploaded_and_read_back(url, tmp_path):
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
 
     def report_once(config):  # nested, so that Ray sends the function itself
+        before = ray.train.get_checkpoint()
+        found = 0
+        if before is not None:
+            with before.as_directory() as directory:
+                found = len((Path(directory) / "weights.bin").read_bytes())
         directory = Path(config["directory"])
-        (directory / "weights.bin").write_bytes(b"weights" * 1000)
+        (directory / "weights.bin").write_bytes(b"weights" * (found + 1))
         ray.train.report(
-            {"loss": 1.0},
+            {"loss": 1.0, "found": found},
             checkpoint=ray.train.Checkpoint.from_directory(str(directory)),
             checkpoint_upload_fn=upload(ack="staged"),
             delete_local_checkpoint_after_upload=False,
         )
 
+    log = tmp_path / "heard"
+
+    class Hears(UserCallback):
+        def after_report(self, run_context, metrics, checkpoint):  # in Ray's controller
+            with log.open("a") as file:
+                file.write(f"{checkpoint.path}\n")
+
     (tmp_path / "made").mkdir()
     ray.init(object_store_memory=100 << 20, include_dashboard=False)
     try:
-        trainer = TorchTrainer(
-            report_once,
-            train_loop_config={"directory": str(tmp_path / "made")},
-            scaling_config=ScalingConfig(num_workers=1),
-            run_config=RunConfig(name="run", **storage(url)),
-        )
-        with trainer.fit().checkpoint.as_directory() as directory:
-            assert (Path(directory) / "weights.bin").read_bytes() == b"weights" * 1000
+        for found in (0, 7):
+            trainer = TorchTrainer(
+                report_once,
+                train_loop_config={"directory": str(tmp_path / "made")},
+                scaling_config=ScalingConfig(num_workers=1),
+                run_config=RunConfig(name="run", callbacks=[Hears()], **storage(url)),
+            )
+            result = trainer.fit()
+            assert result.metrics["found"] == found
+        with result.checkpoint.as_directory() as directory:
+            assert (Path(directory) / "weights.bin").read_bytes() == b"weights" * 8
     finally:
         ray.shutdown()
+    assert len(log.read_text().split()) == 2
 
 
 def test_a_notice_saves_once_for_each_node(monkeypatch):

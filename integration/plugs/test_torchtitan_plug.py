@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -122,6 +124,51 @@ def test_a_run_of_torchtitans_own_manager_is_continued(url):
     assert progress.step == 3
     assert torch.equal(again.weight, model.weight)
     saves.close()
+
+
+class Kept:
+    """A state of the user's own, with the methods that torchtitan calls."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": torch.tensor(self.value)}
+
+    def load_state_dict(self, state):
+        self.value = int(state["value"])
+
+
+def test_states_and_the_models_own_hooks_are_saved_and_loaded(url, caplog):
+    def renamed(module, state, prefix, metadata):
+        state[f"{prefix}doubled"] = state.pop(f"{prefix}weight") * 2
+
+    def back(module, state, prefix, *_):
+        state[f"{prefix}weight"] = state.pop(f"{prefix}doubled") / 2
+
+    found = []
+    for value in (5, 0):
+        model, saves = manager(url, Progress())
+        model.register_state_dict_post_hook(renamed)
+        model.register_load_state_dict_pre_hook(back)
+        saves.states["kept"] = kept = Kept()
+        kept.value = value
+        if value:
+            saves.save(1)
+        else:
+            with caplog.at_level(logging.WARNING, "tierfs.plugs"):
+                assert saves.load()
+        found.append((model.weight.detach().clone(), kept.value))
+        saves.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1] == 5
+    assert re.search(r"loaded step 1 from .*: at the level \w+, saved \d+ seconds ago, in \d+\.\d s", caplog.text)
+
+
+@pytest.mark.parametrize("name", ["dcp_save", "dcp_load", "_states_to_load", "_should_save"])
+def test_a_method_that_is_not_called_may_not_be_overridden(url, name):
+    kind = type("Changed", (TierCheckpointManager,), {name: lambda self, *_, **__: None})
+    with pytest.raises(InvalidInputError, match=f"Changed overrides {name}"):
+        kind(TierCheckpointManager.Config(enable=True, folder=url))
 
 
 def test_levels_are_options_of_the_command_line(url):

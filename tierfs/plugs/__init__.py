@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from tierfs.checkpoint.retention import Best, SavedCheckpoint
 from tierfs.errors import InvalidInputError
 
 logger = logging.getLogger("tierfs.plugs")
@@ -29,3 +33,48 @@ def checked_url(path: Any) -> str:
 def announce(what: str, url: str, ack: str | None) -> None:
     """Say once, at the start, where a plug saves, and at which level."""
     logger.warning("tierfs: %s go to %s; a save is done at %s", what, url, ack or "the configured level")
+
+
+def say_loaded(url: str, step: int | None, level: str, saved_s: float, seconds: float) -> None:
+    """Say in one line what a run goes on from. One rank calls it.
+
+    Args:
+        url: The URL of the checkpoint.
+        step: Its step; ``None`` where the framework does not count steps.
+        level: The level that it has reached.
+        saved_s: The time of its save, in seconds since the epoch.
+        seconds: The time that the load took.
+    """
+    what = url if step is None else f"step {step} from {url}"
+    age = _span(time.time() - saved_s)
+    logger.warning("tierfs: loaded %s: at the level %s, saved %s ago, in %.1f s", what, level, age, seconds)
+
+
+def _span(seconds: float) -> str:
+    """Return a time in its greatest unit of which there are two."""
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+    size, name = next((each for each in units if seconds >= 2 * each[0]), (1, "seconds"))
+    return f"{max(seconds, 0) / size:.0f} {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A keep policy: ``count`` checkpoints in all stay. The one that the run resumed from and the best one count.
+
+    The newest one stays in any case.
+    """
+
+    count: int
+    best: Best | None = None
+
+    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Any) -> list[bool]:
+        """Return for each checkpoint, the oldest first, whether it stays."""
+        kept = {each.path for each in checkpoints if each.is_pinned}
+        kept |= {each.path for each in (self.best.select(checkpoints, 0) if self.best is not None else ())}
+        for place, each in enumerate(reversed(checkpoints)):
+            if place == 0 or len(kept) < self.count:
+                kept.add(each.path)
+        return [each.path in kept for each in checkpoints]
+
+    def __str__(self) -> str:
+        return f"one of {self.count} in all"

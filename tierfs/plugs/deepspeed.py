@@ -6,6 +6,7 @@ import contextlib
 import os
 import posixpath
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from deepspeed import comm
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from tierfs.errors import NotFoundError
-from tierfs.plugs import announce
+from tierfs.host.pending.levels import Level
+from tierfs.plugs import announce, say_loaded
 
 
 def save_checkpoint(engine: Any, url: str, tag: str | None = None, *, ack: str | None = None, **options: Any) -> None:
@@ -51,8 +53,12 @@ def load_checkpoint(engine: Any, url: str, tag: str | None = None, **options: An
         if tag is None and not files.fs.exists(files.latest):
             return None, None
         tag = tag or files.fs.cat_file(files.latest).decode()
-        files.prepare(tag)
+        names, begun = files.prepare(tag), time.monotonic()
         found, client_state = engine.load_checkpoint(files.directory, tag, **options)
+        if found and comm.get_rank() == 0:
+            level = min(Level.parse(files.fs.ack(name)) for name in names).label
+            saved_s = max(files.fs.modified(name).timestamp() for name in names)
+            say_loaded(f"{url.rstrip('/')}/{tag}", engine.global_steps, level, saved_s, time.monotonic() - begun)
         return found and f"{url.rstrip('/')}/{tag}", client_state
 
 
@@ -81,15 +87,20 @@ class TierCheckpointEngine(CheckpointEngine):
             self.fs.put_file(str(path), self._at(path))
         return True
 
-    def prepare(self, tag: str) -> None:
-        """Make an empty file for each one that `load` reads, because DeepSpeed looks for them. Fetch the others."""
-        found = self.fs.find(posixpath.join(self.root, tag))
+    def prepare(self, tag: str) -> list[str]:
+        """Make an empty file for each one that `load` reads, because DeepSpeed looks for them. Fetch the others.
+
+        Returns:
+            The paths of all files of the checkpoint in the store.
+        """
+        found: list[str] = self.fs.find(posixpath.join(self.root, tag))
         if not found:
             raise NotFoundError(f"{self.fs.unstrip_protocol(self.root)} has no checkpoint {tag!r}")
         for name in found:
             path = Path(self.directory, posixpath.relpath(name, self.root))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch() if path.suffix == ".pt" else self.fs.get_file(name, str(path))
+        return found
 
     def _at(self, path: str | Path) -> str:
         return posixpath.join(self.root, os.path.relpath(path, self.directory))

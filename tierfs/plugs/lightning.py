@@ -8,6 +8,7 @@ import json
 import os
 import posixpath
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
-from tierfs.plugs import announce, checked_url, is_ours
+from tierfs.plugs import announce, checked_url, is_ours, say_loaded
 from tierfs.train.optimizers import as_saved
 from tierfs.train.position import generators, reseed, set_generators
 from tierfs.train.values import pack, unpack
@@ -70,10 +71,21 @@ class TierCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load as ``torch.load`` does, by default into CPU memory. Raises `NotFoundError` or `CorruptionError`."""
+        begun = time.monotonic()
         fs, name = self.place(path)
         with fs.open(name, "rb") as file:
             loaded: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
+        if is_ours(path):
+            self.say(path, "", loaded, begun)
         return loaded
+
+    def say(self, url: Any, commit: str, loaded: Any, begun: float) -> None:
+        """Say what rank 0 loaded since a monotonic time. ``commit`` is the path of the file that completes a directory."""
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            fs, name = self.place(url)
+            step = loaded.get("global_step", loaded.get("step")) if isinstance(loaded, dict) else None
+            saved_s = fs.modified(name + commit).timestamp()
+            say_loaded(os.fspath(url), step, fs.ack(name + commit), saved_s, time.monotonic() - begun)
 
     def remove_checkpoint(self, path: Any) -> None:
         fs, name = self.place(path)
@@ -228,7 +240,7 @@ class _Sharded:
         self, url: Any, name: str, module: Any, optimizers: Mapping[str, Any], strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load a model, saved under a name, and its optimizers. Return the values of rank 0. A collective."""
-        url = checked_url(self.broadcast(url)).removesuffix(_COMMIT)
+        url, begun = checked_url(self.broadcast(url)).removesuffix(_COMMIT), time.monotonic()
         state = {name: get_model_state_dict(module), "rest": b""}
         state |= {each: get_optimizer_state_dict(module, optimizer) for each, optimizer in optimizers.items()}
         # By default torch takes the checkpoint for an old one if a rank has no part of a tensor of FSDP 1.
@@ -240,6 +252,7 @@ class _Sharded:
             with as_saved(optimizer):
                 set_optimizer_state_dict(module, optimizer, state[each], options=options)
         rest: dict[str, Any] = torch.load(io.BytesIO(state["rest"]), weights_only=weights_only)
+        self.tier.say(url, _COMMIT, rest, begun)
         return rest
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 import tyro
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools.logging import logger
 
-from tierfs.errors import NotFoundError
-from tierfs.plugs import announce, checked_url
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.plugs import announce, checked_url, say_loaded
 from tierfs.train import Every, Latest, Manager, Preemption
 from tierfs.train.state import DictState, Wanted
 
+_UNUSED = ("dcp_save", "dcp_load", "_flattened_model_states_sd", "_states_to_load", "_save_last_step", "_should_save")
+"""The methods of torchtitan's manager that are not called here, where saves and loads are those of `Manager`."""
 _InCode = Annotated[Any, tyro.conf.Suppress]  # no option of the command line
 
 
@@ -51,6 +55,10 @@ class TierCheckpointManager(CheckpointManager):
     manager: Any = None  # the `tierfs.train.Manager` that saves and loads; none if saving is disabled
 
     def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
+        changed = [name for name in _UNUSED if getattr(type(self), name) is not getattr(CheckpointManager, name)]
+        if changed:
+            hint = "put what it adds into the states"
+            raise InvalidInputError(f"{type(self).__name__} overrides {changed[0]}, which tierfs does not call: {hint}")
         stock: Any = config
         super().__init__(replace(stock, async_mode="disabled", keep_latest_k=0), base_folder=base_folder, **parts)
         if not self.enable:
@@ -84,14 +92,16 @@ class TierCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        restored = None
+        restored, begun = None, time.monotonic()
         with contextlib.suppress(NotFoundError):
             restored = self.manager.restore(self._state, step=None if step < 0 else step)
         if restored is None:
             return bool(super()._load(step))
         for note in restored.notes:
             logger.warning("%s: %s", self.folder, note)
-        logger.info("tierfs: resumed from step %d of %s (%s)", restored.step, self.folder, restored.level)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            saved_s, seconds = restored.created_ns / 1e9, time.monotonic() - begun
+            say_loaded(self.folder, restored.step, restored.level, saved_s, seconds)
         return True
 
     def _close(self) -> None:
