@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support.replay_cases import FEATURES, Training
+from support.replay_parts import ExtraState, Small, Teacher, TeacherBefore, Unreduced
 from support.waiting import HANG_S
 from tierfs.checkpoint.notes import logged_steps
 from tierfs.session import open_store, parse_url
@@ -112,3 +113,60 @@ def second_life(rank: int, directory: Path, url: str, wrap: str, case: int) -> N
             run.wait()
     found = resumed.content()
     assert {name for name in content if found[name] != content[name]} == set()
+
+
+PARTS_MADE, PARTS_STEPS = 8, 11
+PARTS: list[tuple[str, type[Small]]] = [
+    ("ddp", Teacher),
+    ("ddp", Unreduced),
+    ("children", TeacherBefore),
+    ("fsdp", Unreduced),
+    ("fsdp", ExtraState),
+]
+
+
+def sharded_children(model: torch.nn.Module) -> torch.nn.Module:
+    for each in model.children():
+        sharded(each)
+    return model
+
+
+def part(case: int, rank: int) -> Small:
+    wrap, kind = PARTS[case]
+    return kind(wrap={**WRAPS, "children": sharded_children}[wrap], rank=rank)
+
+
+def first_life_of_part(rank: int, directory: Path, url: str, case: int) -> None:
+    """Do as `first_life` does, with a case of `PARTS`. Both ranks are killed after the same step."""
+    begin(rank, directory, "first")
+    plain = part(case, rank)
+    losses, contents = [], []
+    for step in range(PARTS_STEPS):
+        losses.append(plain.step(step))
+        contents.append(plain.content())
+    (directory / f"straight-{rank}").write_bytes(pickle.dumps((losses, contents)))
+    logged = part(case, rank)
+    run = Manager(url, save=[Replay(ring="16MiB", prove_every=3)], **OPTIONS)
+    for step in range(PARTS_MADE):
+        assert logged.step(step) == losses[step]
+        handle = run.step(step, logged.state, metrics={"loss": losses[step]})
+        assert (handle is not None) == (step == 0)
+        run.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def second_life_of_part(rank: int, directory: Path, url: str, case: int) -> None:
+    begin(rank, directory, "second")
+    losses, contents = pickle.loads((directory / f"straight-{rank}").read_bytes())
+    resumed = part(case, rank)
+    with Manager(url, save=[Replay(ring="16MiB", prove_every=3)], **OPTIONS) as run:
+        restored = run.restore(resumed.state)
+        assert restored is not None
+        at = 6 if isinstance(resumed, Unreduced) else PARTS_MADE - 1
+        assert (restored.step, restored.notes, restored.stopped) == (at, (), "")
+        assert resumed.content() == contents[at]
+        for step in range(at + 1, PARTS_STEPS):
+            assert resumed.step(step) == losses[step]
+            run.step(step, resumed.state)
+            run.wait()
+    assert resumed.content() == contents[-1]

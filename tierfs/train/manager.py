@@ -488,9 +488,10 @@ class Manager:
         how: dict[str, Any] = {"steps": steps, "metric": metric, "tolerance": tolerance}
         if restored.replayed and self._again is not None:
             with self._unlogged():
-                found = self._again.prove(train, **how)
-            self.restore(state, step=self._chosen)
-            return found
+                report = self._again.prove(train, **how)
+            # What no checkpoint has is as the same steps left it just now, and not as at the checkpoint.
+            again = self.restore(state, step=self._chosen, verify=False)
+            return report.left_at(restored, again)
         with self._unlogged():
             prover = Prover(self._run, self._world, restored)
             return prover.prove(as_state(state), train, lambda step: load(step=step), **how)

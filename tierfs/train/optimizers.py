@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _USED = "_tierfs_used"
@@ -108,7 +109,24 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]) -> dict[str, Any]:
     """Say for `About` whether there are gradients that no step of an optimizer has used. A checkpoint has no gradients."""
+    modules = list(modules)
     parameters = {id(each): each for optimizer in optimizers for each in parameters_of(optimizer)}
     parameters |= {id(each): each for module in modules for each in module.parameters()}
     unused = (each for each in _gradients(parameters.values()) if getattr(each, _USED, None) != each._version)
-    return {"has_gradients": True} if any(bool(each.any()) for each in unused) else {}
+    has_some = any(bool(each.any()) for each in unused) or any(map(_waits_in_fsdp, modules))
+    return {"has_gradients": True} if has_some else {}
+
+
+def _waits_in_fsdp(module: nn.Module) -> bool:
+    """Return whether FSDP 2 has gradients that it has not reduced yet. The parameters do not have them."""
+    for each in module.modules():
+        state: Any = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            if group is None:
+                continue
+            held = [getattr(getattr(own, "_unsharded_param", None), "grad", None) for own in group.fsdp_params]
+            held += [group._partial_reduce_output, *(own.unsharded_accumulated_grad for own in group.fsdp_params)]
+            if any(gradient is not None for gradient in held):
+                return True
+    return False

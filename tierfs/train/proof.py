@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -55,6 +55,13 @@ class ResumeReport:
     step: int
     replayed: tuple[int, ...]
     checks: tuple[PartCheck, ...]
+
+    def left_at(self, before: Restored, after: Restored | None) -> ResumeReport:
+        """Return the report, given the restore that it is about and the one after it, which must be the same."""
+        if after is not None and (after.step, after.notes) == (before.step, before.notes):
+            return self
+        why = "nothing" if after is None else f"step {after.step}: {'; '.join((after.stopped, *after.notes))}"
+        return replace(self, checks=(*self.checks, PartCheck("restore", DIFFERENT, f"the state is now that of {why}")))
 
     @property
     def first_difference(self) -> PartCheck | None:

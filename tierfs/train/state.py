@@ -29,6 +29,7 @@ from tierfs.train.values import check_values, pack, unpack
 _logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
+NO_GRADIENTS = "the save was in the middle of a gradient accumulation: gradients are not saved"
 LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
 """The parts of a `TrainState` that a light checkpoint leaves out."""
 
@@ -398,7 +399,7 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _not_saved(about: About | None) -> list[str]:
     if about is None or not about.state.get("has_gradients"):
         return []
-    return ["the save was in the middle of a gradient accumulation: gradients are not saved"]
+    return [NO_GRADIENTS]
 
 
 def _reseeded(about: About) -> list[str]:

@@ -24,11 +24,13 @@ from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of
+from tierfs.train.optimizers import parameters_of
 from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
-from tierfs.train.replay.parts import REST, LoggedFile, Parts, StepFacts, groups_of, kind_of, local, parameters_of
+from tierfs.train.replay.logged_file import LoggedFile, StepFacts
+from tierfs.train.replay.parts import REST, Parts, groups_of, kind_of, local
 from tierfs.train.replay.recorder import CHAIN, Recorder
 from tierfs.train.restore import Restored
-from tierfs.train.state import as_state
+from tierfs.train.state import NO_GRADIENTS, as_state
 from tierfs.train.values import pack
 
 _UNREADABLE = (NotFoundError, CorruptionError, FormatError)
@@ -54,6 +56,7 @@ class StepsAgain:
         self._parts = Parts(as_state(state))
         self._policy.check(self._parts.optimizers)
         self._others: dict[str, torch.Tensor] = {}  # the newest of each logged tensor besides gradients
+        self._frozen: list[str] = []  # what was frozen after the last step
         self.metrics: list[tuple[int, Mapping[str, float]]] = []
 
     def make(self, *, until: int | None) -> Restored:
@@ -70,7 +73,10 @@ class StepsAgain:
         if base.about is not None and CHAIN in base.about.state:
             ids.add(str(base.about.state[CHAIN]))
         parent = max(ids, key=lambda name: not name.startswith("save:"))
-        is_whole = base.is_exact and base.kind == "full"
+        # The gradients that a save lacks are in the log, whole, where an optimizer used them.
+        lasting = [note for note in base.notes if note != NO_GRADIENTS]
+        is_whole = all(gather(not lasting and base.kind == "full"))
+        self._recorder.is_fresh = False
         steps, stopped, notes = list[LoggedFile](), "", list[str]()
         ahead = [one for one in own if base.step < one.step and (until is None or one.step <= until)]
         if is_whole:
@@ -80,7 +86,7 @@ class StepsAgain:
             stopped = "the checkpoint itself is not restored exactly"
         for each in steps:
             self.metrics += each.facts.metrics.items()
-            parent = each.logged.chain
+            parent, self._frozen = each.logged.chain, each.facts.frozen
         at = steps[-1].logged.step if steps else base.step
         kept = [(each.logged.step, each.logged.path(run), each.length) for each in steps]
         paths = {path for _, path, _ in kept}
@@ -96,7 +102,7 @@ class StepsAgain:
             Level.parse(base.level), *gather(min((level_of(store, path) for path in paths), default=Level.OBJECT))
         )
         everyones = dict.fromkeys(note for told in gather(notes) for note in told)
-        notes = [*base.notes, *everyones]
+        notes = [*(lasting if steps else base.notes), *everyones]
         return replace(base, step=at, level=level.label, replayed=len(steps), stopped=stopped, notes=tuple(notes))
 
     def prove(self, train: Callable[[int], float] | None, *, steps: int, metric: str, tolerance: float) -> ResumeReport:
@@ -126,8 +132,9 @@ class StepsAgain:
 
     def _told(self) -> tuple[str, str]:
         """Return digests of this rank's state: of its tensors, and of its random generators and schedules."""
-        values = {name: value for name, value in self._parts.values().items() if name != "loader"}
-        return self._parts.digest(), pack(values)
+        return self._parts.digest(self._frozen), pack(
+            {**self._parts.others()[0], **self._parts.values(has_loaders=False)}
+        )
 
     def _plan(self, store: Store, run: str, own: Sequence[LoggedStep], ids: set[str]) -> tuple[list[LoggedFile], str]:
         """Return the files after the checkpoint that all ranks have, in order, and why they stop; empty if none follows.
@@ -181,8 +188,12 @@ class StepsAgain:
         steps, stopped = steps[:made], why or stopped
         if not steps:
             return steps, stopped, []
-        parts.set_tensors(steps[-1].facts.values, self._others)
-        notes = parts.set_values(steps[-1].logged.step, steps[-1].facts.values)
+        values = steps[-1].facts.values
+        parts.set_others(values, self._others)
+        notes = parts.set_values(steps[-1].logged.step, values)
+        notes += parts.differences(values, self._others)
+        if parts.frozen() != steps[-1].facts.frozen:
+            notes.append("other parameters of the optimizers needed a gradient after the step than do now")
         notes += [f"{len(steps)} files of steps were made again only approximately: {reason}" for reason in reasons]
         return steps, stopped, notes
 
@@ -210,8 +221,10 @@ class StepsAgain:
                     _step(parts, event, tensors, f"{at}:" if at else "")
                 for optimizer, groups in zip(parts.optimizers, each.facts.groups, strict=True):
                     _set_groups(optimizer, groups)
-                self._others |= {name: tensor for name, tensor in tensors.items() if name.startswith(REST)}
-                if problems := self._problems(self._difference(each.facts) if is_exact else ""):
+                others = {name: tensor for name, tensor in tensors.items() if name.startswith(REST)}
+                self._others |= others
+                problem = parts.misfit(others) or (self._difference(each.facts) if is_exact else "")
+                if problems := self._problems(problem):
                     return -1, proven, f"step {each.logged.step}: {problems[0]}"
                 if each.facts.digest and is_exact:
                     proven = number + 1
@@ -224,8 +237,8 @@ class StepsAgain:
             return "the weights differ from the sample in the log"
         if not facts.digest:
             return ""
-        parts.set_tensors(facts.values, self._others)
-        return "" if parts.digest() == facts.digest else "the state differs from the digest in the log"
+        parts.set_others(facts.values, self._others)
+        return "" if parts.digest(facts.frozen) == facts.digest else "the state differs from the digest in the log"
 
     def _problems(self, problem: str) -> list[str]:
         """Return the problems of all ranks; none if no rank has one, which costs little."""

@@ -1,43 +1,37 @@
 """`Parts`: the parts of a user's state as the log sees them: optimizers with named parameters, and everything else.
 
 Gradients explain how parameters and the optimizers' state change. All else that a full save would store is logged as it
-is after a step: small values always, buffers and other tensors when their bytes have changed.
-
-`LoggedFile` is a file of the log: what one rank's optimizers got at a few steps, and the other values after them. It is a
-safetensors file. Its tensors are the gradients, named as their parameters, and the tensors that changed. The entry
-`FACTS` has the rest as JSON: see `StepFacts`.
+is after a step: small values always, tensors when their bytes have changed. Such tensors are buffers, parameters that no
+optimizer has, and those in extra values and in the extra state of modules.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tierfs.checkpoint.notes import LoggedStep
-from tierfs.codec.layout.safetensors import read_table
-from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.shard_writer import commit_shard
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of, in_torch, tensor_in
 from tierfs.digest import checksum
-from tierfs.errors import FormatError, InvalidInputError
-from tierfs.host.pending.levels import Level
-from tierfs.store import Store, open_entry, stat_to_read
+from tierfs.train.optimizers import gradients_of, parameters_of
 from tierfs.train.position import generators, positions, set_generators, set_positions
+from tierfs.train.replay.sample import Sample, inner, versions
 from tierfs.train.state import DictState, TrainState, items_of
-from tierfs.train.values import digests_of, pack, unpack
+from tierfs.train.values import digests_of, pack
 
 REST = "rest:"
 """The beginning of the names of logged tensors that are no gradients."""
+SELDOM, BUFFER, STATE, HOOK, EXTRA = (f"{REST}{name}." for name in ("seldom", "buffer", "state", "hook", "extra"))
+"""Those of what seldom changes (parameters without optimizer, and buffers that no save has), of other buffers, extra
+state, what hooks add to a state, and extra values."""
+_EXTRA_STATE = "_extra_state"
+"""torch's name of extra state in a module's state."""
 _TENSOR = "tierfs.tensor"
 """Stands for a tensor among packed values."""
 
@@ -46,10 +40,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank has, without autograd."""
     found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return found.detach()
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -80,10 +70,7 @@ class Parts:
         if isinstance(state, TrainState):
             state.check()
         self._take(state)
-        self._at: list[int] = []  # the addresses of the parameters
-        self._turn: int | None = None
-        self._bytes: list[tuple[torch.device, Any]] = []
-        self._places: dict[torch.device, list[Any]] = {}
+        self._sample = Sample()
         places = {
             id(each): f"{number}.{at}.{index}"
             for number, optimizer in enumerate(self.optimizers)
@@ -94,24 +81,25 @@ class Parts:
         self.names = places | {id(each): name for name, each in named if id(each) in places}
         if len(set(self.names.values())) < len(self.names):  # parameters of several modules share names
             self.names = places
-        self._buffers = {
-            f"{place}.{name}": (module, name)
-            for place, module in self._modules.items()
-            for name in module.state_dict().keys() & {name for name, _ in module.named_buffers()}
-        }
+        self._added = {place: names for place, each in self._modules.items() if (names := _added_by_hooks(each))}
 
     def _take(self, state: TrainState | DictState) -> None:
         self.state = state
         if isinstance(state, DictState):
-            values = dict(state.entries)
+            values = state.entries
             self._modules = {name: value for name, value in values.items() if isinstance(value, nn.Module)}
             self.optimizers = [value for value in values.values() if isinstance(value, torch.optim.Optimizer)]
-            kept = {id(value) for value in (*self._modules.values(), *self.optimizers)}
-            self._extra: Mapping[str, Any] = {name: value for name, value in values.items() if id(value) not in kept}
         else:
             self._modules = {"model": state.model}
             self.optimizers = items_of(state.optimizer)
-            self._extra = state.extra
+
+    @property
+    def _extra(self) -> Mapping[str, Any]:
+        """The extra values, as they are now: training may replace them."""
+        if not isinstance(self.state, DictState):
+            return self.state.extra
+        own = {id(each) for each in (*self._modules.values(), *self.optimizers)}
+        return {name: value for name, value in self.state.entries.items() if id(value) not in own}
 
     def takes(self, state: TrainState | DictState) -> bool:
         """Return whether a state has the same models and optimizers. Then its other values replace those of before."""
@@ -131,26 +119,22 @@ class Parts:
         ]
 
     def mark(self, turn: int) -> tuple[list[int], bytes]:
-        """Return the versions of the parameters, which count changes in place, and a sample of their bytes.
+        """Return the versions of the parameters and the optimizers' state, and a sample of the parameters' bytes.
 
-        The sample notices changes through ``parameter.data``, which no version counts. It has 64 bytes of each parameter,
-        and of each 128 KiB of a large one, or less often where that is more than 256 places. ``turn`` chooses the places.
+        Versions count changes in place. The sample notices changes through ``parameter.data``, which no version counts:
+        see `Sample`. ``turn`` chooses its places.
         """
-        own = [each._local_tensor if type(each) is DTensor else each for each in self.parameters]
-        if (at := list(map(torch.Tensor.data_ptr, own))) != self._at:
-            self._at, self._turn = at, None
-            self._bytes = [(each.device, _bytes_in(each.detach())) for each in own if each.numel()]
-        if turn != self._turn:
-            self._turn, self._places = turn, {}
-            stride = max(128 << 10, sum(len(data) for _, data in self._bytes) // 256)
-            for device, data in self._bytes:
-                places = range(turn * 64 * 37 % min(stride, len(data)), len(data), stride)
-                self._places.setdefault(device, []).extend(data[at : at + 64] for at in places)
-        sample = b"".join(
-            b"".join(each) if device.type == "cpu" else bytes_of(torch.cat(each))
-            for device, each in self._places.items()
-        )
-        return list(map(attrgetter("_version"), own)), sample
+        own = list(map(inner, self.parameters))
+        states = [
+            value for optimizer in self.optimizers for each in optimizer.state.values() for value in each.values()
+        ]
+        moments = [inner(value) for value in states if isinstance(value, torch.Tensor)]
+        return versions([*own, *moments]), b"".join(self._sample.of(own, turn))
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether there are gradients that no step of an optimizer has used, as amid a gradient accumulation."""
+        return bool(gradients_of(self.optimizers, self._modules.values()))
 
     def replicas(self, rank: int) -> list[int]:
         """Return the ranks that have the same parameters and gradients as this one, as DDP or their placements say."""
@@ -182,72 +166,132 @@ class Parts:
             found |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
         return found
 
-    def digest(self) -> str:
-        """Return a digest of this rank's part of the parameters, the optimizers' state and the other tensors."""
-        state: dict[str, Any] = {"others": self.others()[1]}
+    def frozen(self) -> list[str]:
+        """Return the names of optimized parameters that need no gradient now."""
+        return [self.names[id(each)] for each in self.parameters if not each.requires_grad]
+
+    def digest(self, frozen: Collection[str], others: Mapping[str, str] | None = None) -> str:
+        """Return a digest of this rank's part of the parameters, the optimizers' state and the other tensors.
+
+        ``frozen`` has the names of parameters whose state does not count: torch saves none of frozen parameters, which
+        Adagrad has from its beginning. ``others`` has the digests of the other tensors, if they are known.
+        """
+        state: dict[str, Any] = {"others": digests_of(self.others()[1]) if others is None else dict(others)}
         for number, optimizer in enumerate(self.optimizers):
             for each in parameters_of(optimizer):
-                # torch saves no state of frozen parameters, which Adagrad has from its beginning.
-                kept = optimizer.state.get(each, {}) if each.requires_grad else {}
+                name = self.names[id(each)]
+                kept = {} if name in frozen else optimizer.state.get(each, {})
                 own = {
                     str(key): local(value) if isinstance(value, torch.Tensor) else value for key, value in kept.items()
                 }
-                state[f"{number}.{self.names[id(each)]}"] = {"parameter": local(each), "state": own}
+                state[f"{number}.{name}"] = {"parameter": local(each), "state": own}
         return checksum(json.dumps(sorted(digests_of(state).items())).encode()).hex()
 
     # -- everything but parameters and optimizers ----------------------------------------------------------------------
 
     def others(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the extra values, and the buffers and their tensors by name, without copies."""
-        tensors = {f"{REST}{name}": local(module.get_buffer(inner)) for name, (module, inner) in self._buffers.items()}
+        """Return the values beside the optimizers' parameters: packed ones, and tensors by name, without copies."""
+        tensors: dict[str, torch.Tensor] = {}
 
         def take(path: str, tensor: torch.Tensor) -> str:
             if id(tensor) not in self.names:  # gradients explain optimized parameters
                 tensors[path] = local(tensor)
             return _TENSOR
 
-        extra = {name: _mapped(_content(each), f"{REST}extra.{name}", take) for name, each in self._extra.items()}
-        return {"extra": extra}, tensors
+        for place, module in self._modules.items():
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()  # a model that has no backward pass stays whole after its forward pass
+            for name, parameter in module.named_parameters():
+                take(f"{SELDOM}{place}.{name}", parameter)
+            for inner_place, each in module.named_modules():
+                for name, buffer in each._buffers.items():
+                    if buffer is not None:
+                        kind = SELDOM if name in each._non_persistent_buffers_set else BUFFER
+                        take(f"{kind}{place}.{inner_place}.{name}", buffer)
+        state = {path: _mapped(each.get_extra_state(), f"{STATE}{path}", take) for path, each in self._stateful()}
+        hooks: dict[str, Any] = {}
+        for place, names in self._added.items():
+            found = self._modules[place].state_dict(keep_vars=True)
+            hooks[place] = {name: _mapped(found.get(name), f"{HOOK}{place}.{name}", take) for name in names}
+        extra = {name: _mapped(_content(each), f"{EXTRA}{name}", take) for name, each in self._extra.items()}
+        return {"extra state": state, "hooks": hooks, "extra": extra}, tensors
 
-    def values(self) -> dict[str, Any]:
-        """Return the epoch, and the state of schedulers, the scaler, data loaders and random generators."""
+    def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that have extra state, each with its place."""
+        for place, module in self._modules.items():
+            for name, each in module.named_modules():
+                if type(each).get_extra_state is not nn.Module.get_extra_state:
+                    yield f"{place}.{name}", each
+
+    def values(self, *, has_loaders: bool = True) -> dict[str, Any]:
+        """Return the epoch, and the state of schedulers, the scaler, data loaders and random generators.
+
+        ``has_loaders=False`` leaves out data loaders, which tell the same position in several ways.
+        """
         state = self.state
         if not isinstance(state, TrainState):
-            return {}
+            return {"rng": generators()}
         found = {
             "epoch": state.epoch,
             "scheduler": [each.state_dict() for each in items_of(state.scheduler)],
             "scaler": None if state.scaler is None else state.scaler.state_dict(),
-            "loader": positions(items_of(state.dataloader)),
         }
+        if has_loaders:
+            found["loader"] = positions(items_of(state.dataloader))
         return {**found, "rng": generators()}  # last, because a loader may draw a number for its state
 
-    def set_tensors(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the buffers and the extra values as `others` returned them, with the newest of each logged tensor."""
+    def misfit(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Return in words which logged tensor has no place of its form in the models; empty if all have one."""
+        own = [(name, tensor) for name, tensor in tensors.items() if is_of_model(name)]
+        live = self.others()[1] if own else {}
+        for name, tensor in own:
+            if name not in live or form_of(live[name]) != form_of(tensor):
+                there = form_of(live[name]) if name in live else "no such tensor"
+                return f"{name.removeprefix(REST)} was {form_of(tensor)}, and the model has {there}"
+        return ""
+
+    def set_others(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set what `others` returned, with the newest of each logged tensor."""
         entries = self.state.entries if isinstance(self.state, DictState) else self.state.extra
+        live = self.others()[1]  # a tensor that was never logged has not changed since the full save
+        newest = {**live, **tensors}
         with torch.no_grad():
-            for name, (module, inner) in self._buffers.items():
-                if (found := tensors.get(f"{REST}{name}")) is not None:
-                    local(module.get_buffer(inner)).copy_(found)
+            for name in tensors.keys() & live.keys():
+                if is_of_model(name):
+                    live[name].copy_(tensors[name])
+            for path, module in self._stateful():
+                if path in values["extra state"]:
+                    module.set_extra_state(_mapped(values["extra state"][path], f"{STATE}{path}", newest.get))
             for name, each in list(self._extra.items()):
                 if name not in values["extra"]:
                     continue
-                live: dict[str, Any] = {}  # a tensor that was never logged has not changed since the full save
-                _mapped(_content(each), path := f"{REST}extra.{name}", live.setdefault)
-                content = _mapped(values["extra"][name], path, {**live, **tensors}.get)
+                content = _mapped(values["extra"][name], f"{EXTRA}{name}", newest.get)
                 if hasattr(each, "load_state_dict"):
                     each.load_state_dict(content)
-                elif isinstance(each, torch.Tensor):
-                    if content is not each:
-                        local(each).copy_(content)
+                elif isinstance(each, torch.Tensor) and content is None:
+                    pass  # a parameter of an optimizer
+                elif isinstance(each, torch.Tensor) and form_of(local(each)) == form_of(content):
+                    local(each).copy_(content)
                 elif isinstance(entries, dict):
                     entries[name] = content
+
+    def differences(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return in words which values of a file lie not in the state, after they were set."""
+        drawn = generators()  # an extra value may draw a number for its state
+        packed, live = self.others()
+        set_generators(drawn)
+        now = {**packed, **self.values(has_loaders=False)}
+        names = [name for name, value in now.items() if pack(value) != pack(values.get(name))]
+        digests = digests_of({name: live[name] for name in tensors.keys() & live.keys()})
+        names += [name for name, digest in digests_of(tensors).items() if digests.get(name, digest) != digest]
+        return [f"{name.removeprefix(REST)!r} is not as it was logged, although it was set" for name in names]
 
     def set_values(self, step: int, values: Mapping[str, Any]) -> list[str]:
         """Set the step, and what `values` returned. Return in words what could not be set exactly."""
         state = self.state
         if not isinstance(state, TrainState):
-            return []
+            return set_generators(values["rng"])
         state.step, state.epoch = step, int(values["epoch"])
         for scheduler, saved in zip(items_of(state.scheduler), values["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
@@ -257,10 +301,22 @@ class Parts:
         return notes + set_generators(values["rng"])
 
 
-def _bytes_in(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes, to be sliced: its own memory, or only that of its first element if it has gaps."""
-    own = tensor.view(-1) if tensor.is_contiguous() else tensor[(slice(1),) * tensor.dim()].view(-1)
-    return bytes_of(own) if own.device.type == "cpu" else own.view(torch.uint8)
+def form_of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+
+
+def is_of_model(name: str) -> bool:
+    return name.startswith((SELDOM, BUFFER))
+
+
+def _added_by_hooks(module: nn.Module) -> list[str]:
+    """Return the names in a module's state that are neither its parameters or buffers nor extra state."""
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        return []  # its state is a copy of the parameters, made by all ranks
+    found = module.state_dict(keep_vars=True)  # first: FSDP 2 shards its parameters here
+    known = {id(each) for each in (*module.parameters(), *module.buffers())}
+    names = [name for name, value in found.items() if id(value) not in known]
+    return [name for name in names if name.rpartition(".")[2] != _EXTRA_STATE]
 
 
 def _content(value: Any) -> Any:
@@ -276,116 +332,3 @@ def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(_mapped(inner, f"{path}.{at}", change) for at, inner in enumerate(value))
     return value
-
-
-def check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Raise `InvalidInputError` if a gradient is sparse in another form than COO, or placed unlike its parameter."""
-    if isinstance(gradient, DTensor) and gradient.placements != getattr(parameter, "placements", None):
-        raise InvalidInputError(
-            f"Replay: the gradient of {name} is placed as {gradient.placements}, unlike its parameter: redistribute it first"
-        )
-    if gradient.layout not in {torch.strided, torch.sparse_coo} or gradient.dtype not in SAFETENSORS_NAMES:
-        raise InvalidInputError(
-            f"Replay: the gradient of {name} cannot be logged: its layout is {gradient.layout}, its dtype {gradient.dtype}"
-        )
-
-
-FACTS = "tierfs.replay"
-VERSION = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """The content of a file beside its tensors.
-
-    Attributes:
-        parent: The chain, or the save, that had the state at the step that the file's chain follows.
-        base: The step that the file's chain follows.
-        rank: The rank whose file has the gradients: this one, or one of the same host that has the same gradients.
-        build: The facts about this program and machine on which the bits of an update depend.
-        structure: The names of the parameters of each group of each optimizer.
-        events: The calls of ``optimizer.step``, in order: the optimizer's number and class, its numbers before the call,
-            and for each parameter the form of its gradient.
-        groups: The numbers of each group of each optimizer after the step.
-        values: See `Parts.others` and `Parts.values`.
-        digest: See `Parts.digest`, of the state after the step; empty unless the step is to be proven.
-        sample: The turn of a sample of the weights after the step, and its checksum: see `Parts.mark`.
-        metrics: The metrics of each training step in the file.
-    """
-
-    parent: str
-    base: int
-    rank: int
-    build: Mapping[str, Any]
-    structure: list[list[list[str]]]
-    events: list[dict[str, Any]]
-    groups: list[list[dict[str, Any]]]
-    values: dict[str, Any]
-    digest: str
-    sample: tuple[int, str]
-    metrics: dict[int, dict[str, float]]
-
-    def forms(self) -> list[Any]:
-        """Return which gradients the optimizers got, and in which form."""
-        names = ("optimizer", "none", "sparse", "strides")
-        return [self.structure, *([event[name] for name in names] for event in self.events)]
-
-
-def commit_log(file: ShardFile, path: str, facts: StepFacts, level: Level) -> int:
-    """Publish a file of the log, which holds its tensors already, on this host. Return its length in bytes.
-
-    Raises `CapacityError` if there is no room, and as `Writer.commit` does.
-    """
-    text = pack({"version": VERSION, **{name: getattr(facts, name) for name in facts.__slots__}}).encode()
-    file.add_objects([(FACTS, memoryview(text))])
-    file.wait_filled()
-    places = [(run, entry) for run in file.runs for entry in run.entries]
-    return commit_shard(file, path, places, log_level=level)[0]
-
-
-class LoggedFile:
-    """A file of the log, opened for reading.
-
-    Attributes:
-        logged: Its name.
-        facts: Its content beside the tensors.
-        length: Of the file, in bytes.
-
-    Raises:
-        NotFoundError, CorruptionError, FormatError: It cannot be read, or a newer tierfs wrote it.
-    """
-
-    def __init__(self, store: Store, run: str, logged: LoggedStep) -> None:
-        self.logged = logged
-        self._other = partial(LoggedFile, store, run)
-        path = logged.path(run)
-        self._reader = open_entry(store, stat_to_read(store, path))
-        self._where, self.length = store.where(path), self._reader.length
-        self._table, self._begin = read_table(self._reader.read_into, self.length, self._where)
-        if FACTS not in self._table:
-            raise FormatError(f"{self._where} is not a file of a log: it lacks {FACTS}")
-        entry = self._table.pop(FACTS)
-        data = bytearray(entry.length)
-        self._reader.read_into(self._begin + entry.at, memoryview(data))
-        found = unpack(data.decode(), self._where)
-        if found.pop("version", None) != VERSION:
-            raise FormatError(f"{self._where} has another version than {VERSION}")
-        self.facts = StepFacts(**found)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Read the tensors, by name. Raises as the constructor does."""
-        data = {name: bytearray(entry.length) for name, entry in self._table.items()}
-        parts = [(self._begin + self._table[name].at, memoryview(each)) for name, each in data.items()]
-        self._reader.read_parts(parts)
-        found = {}
-        for name, entry in self._table.items():
-            kind = in_torch(entry.dtype, entry.shape)
-            if kind is None:
-                raise FormatError(f"{self._where}: {name} has a dtype that torch lacks: {entry.dtype}")
-            found[name] = tensor_in(data[name], *kind)
-        if self.facts.rank != self.logged.rank:
-            other = self._other(replace(self.logged, rank=self.facts.rank))
-            if other.facts.forms() != self.facts.forms():
-                raise FormatError(f"{other._where} has other gradients than {self._where} refers to")
-            found |= {name: each for name, each in other.tensors().items() if not name.startswith(REST)}
-        return found

@@ -41,8 +41,8 @@ class Replay:
         every: Steps in one file of the log. A killed process loses the steps that have no file yet.
         ring: The most bytes of the log of each rank, such as ``"8GiB"``. The ram tier must have room for the logs of
             all ranks of the host, and for a full save.
-        prove_every: Each file whose step is a multiple of this has a digest of the state after it, which the restore
-            compares.
+        prove_every: Each file with a step that is a multiple of this has a digest of the state after it, which the
+            restore compares.
         level: ``"staged"``: files stay in shared memory, which outlives the processes but not the host. ``"local"``,
             ``"peer"``, ``"object"``: they go on as any file does, and stay until a full save has reached this level.
         elementwise: Further classes of optimizers whose update is elementwise: each element of a parameter follows from
@@ -60,7 +60,6 @@ class Replay:
     level: str = "staged"
     elementwise: Sequence[type] = ()
     allow_approximate: bool = False
-    is_uniform = False
     recorder: Recorder | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,13 +76,24 @@ class Replay:
         return parse_size(self.ring)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks know the answer of `should_save`: only before the first save, which is at the first step."""
+        return self.recorder is not None and self.recorder.is_fresh
+
+    @property
     def lost_share(self) -> float:
         """The share of the time since the last full save that a failure costs."""
         return AGAIN_SHARE if self.recorder is not None and self.recorder.chain else 1.0
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """Return whether the log needs a full save: to begin from, or to make room."""
-        return self.recorder is not None and not context.is_saving and self.recorder.wants_save
+        """Return whether the log needs a full save: to begin from, or to make room.
+
+        But for the first one, it waits for a step that leaves no gradients unused, which no save has.
+        """
+        recorder = self.recorder
+        if recorder is None or recorder.is_fresh:
+            return recorder is not None
+        return recorder.wants_save and not recorder.is_between and not context.is_saving
 
     def reason_against(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why an optimizer's steps cannot be made again exactly; empty if they can."""

@@ -8,6 +8,7 @@ Invariants:
 - The files of a chain lead, each from the step of the one before, from the chain's base to its last step. A file is
   complete or absent.
 - Each full save begins a chain, whose name it has. So does a restore.
+- No file ends at a step that left gradients unused: the file of a later step has it, too.
 - A chain ends at the first step that cannot be logged. Then the policy asks for a full save.
 - Files are removed only if they lead to the step of a complete full save, or to an earlier one.
 """
@@ -37,26 +38,21 @@ from tierfs.session.settings import ranks_here
 from tierfs.store import Store, delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
-from tierfs.train.replay.parts import (
-    Parts,
-    StepFacts,
-    check_gradient,
-    commit_log,
-    groups_of,
-    kind_of,
-    local,
-    parameters_of,
-)
+from tierfs.train.optimizers import parameters_of
+from tierfs.train.replay.logged_file import StepFacts, commit_log, gradients_of
+from tierfs.train.replay.others import ALL, Others
+from tierfs.train.replay.parts import Parts, groups_of, kind_of
 from tierfs.train.replay.policy import Replay
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import DictState, TrainState
-from tierfs.train.values import digests_of
 from tierfs.units import format_bytes
 
 CHAIN = "replay"
 """The name of a checkpoint's chain among the facts of its own description."""
 SHORT_CHAINS_MAX = 3
 """After this many chains in a row without a file, nothing more is logged: the reason recurs at each step."""
+HELD_MAX = 16
+"""A chain ends after this many steps in a row that leave gradients unused, although an optimizer made a step."""
 LOOK_EVERY_S = 1.0
 STEPS_A_TURN = 8
 """Samples of the weights take other places after this many steps, because choosing places costs more than a sample."""
@@ -71,12 +67,15 @@ class Recorder:
     Attributes:
         chain: The chain that the next file belongs to; empty while nothing is logged.
         wants_save: Whether the log needs a full save.
+        is_fresh: Whether nothing was saved or restored yet, the same on all ranks.
+        is_between: Whether the last step left gradients that no optimizer has used.
     """
 
     def __init__(self, policy: Replay, run: RunDirectory, world: World) -> None:
         self.policy = policy
         self.chain = self._parent = ""
-        self.wants_save = True
+        self.wants_save = self.is_fresh = True
+        self.is_between = False
         self._level = Level.parse(policy.level)
         self.run = run
         self.world = world
@@ -94,7 +93,9 @@ class Recorder:
         self._hooks = ExitStack()
         self._turn = 0
         self._mark: tuple[list[int], bytes] = [], b""  # of the weights, as the last step of an optimizer left them
-        self._others: dict[str, str] = {}  # the digests of tensors that are neither parameters nor their state
+        self._others = Others()
+        self._held = 0
+        self._is_seen = False  # whether the running step of an optimizer was seen from its beginning
         self._file: ShardFile | None = None
         self._events: list[dict[str, Any]] = []
         self._metrics: dict[int, dict[str, float]] = {}
@@ -118,9 +119,16 @@ class Recorder:
             return
         self._last = step
         self._bind(state)
+        assert self._parts is not None
+        self.is_between = self._parts.has_unused_gradients
         if self.chain and self._check_weights():
             self._metrics[step] = {name: float(value) for name, value in metrics.items()}
-            if len(self._metrics) >= self.policy.every:
+            self._held = self._held + 1 if self.is_between and self._events else 0
+            if self._held > HELD_MAX:
+                self._end(
+                    f"gradients were left unused at {HELD_MAX} steps: zero those of the model before manager.step()"
+                )
+            elif len(self._metrics) >= self.policy.every and not self.is_between:
                 self._publish(step)
         try:
             self._release()
@@ -133,10 +141,12 @@ class Recorder:
         parts = self._parts
         try:
             file = self._open_file()
-            values, tensors = parts.others()
-            digests = digests_of(tensors)
-            new = [(name, each) for name, each in tensors.items() if digests.get(name) != self._others.get(name)]
-            copy_in(file, new, at_once=True)
+            is_proof = any(at % self.policy.prove_every == 0 for at in self._metrics)
+            values, changed, problem = self._others.look(parts, ALL if is_proof else self._at // STEPS_A_TURN)
+            if problem:
+                self._end(problem)
+                return
+            copy_in(file, changed, at_once=True)
             facts = StepFacts(
                 parent=self._parent,
                 base=self._base,
@@ -146,12 +156,12 @@ class Recorder:
                 events=self._events,
                 groups=[groups_of(optimizer) for optimizer in parts.optimizers],
                 values={**values, **parts.values()},
-                digest=parts.digest() if step % self.policy.prove_every == 0 else "",
+                frozen=(frozen := parts.frozen()),
+                digest=parts.digest(frozen, self._others.digests) if is_proof else "",
                 sample=(self._turn, checksum(self._mark[1]).hex()),
                 metrics=self._metrics,
             )
-            if self._used + sum(run.memory.length for run in file.runs) > self.policy.ring_bytes:
-                raise CapacityError(f"the log has {format_bytes(self._used)} of ring={self.policy.ring!r}", tier="ram")
+            self._check_room(file)
             store, run = self.run.open()
             self._remove(store, self._left)
             self._left = []
@@ -163,9 +173,13 @@ class Recorder:
         except TierfsError as error:
             self._end(str(error))
             return
-        self._file, self._events, self._metrics, self._others = None, [], {}, digests
+        self._file, self._events, self._metrics = None, [], {}
         self._files.append((step, path, length))
         self._at, self._short = step, 0
+
+    def _check_room(self, file: ShardFile) -> None:
+        if self._used + sum(run.memory.length for run in file.runs) > self.policy.ring_bytes:
+            raise CapacityError(f"the log has {format_bytes(self._used)} of ring={self.policy.ring!r}", tier="ram")
 
     def _open_file(self) -> ShardFile:
         if self._file is None:
@@ -204,7 +218,10 @@ class Recorder:
         Raises:
             InvalidInputError: It is called with a closure, or a gradient cannot be logged.
         """
-        if self._is_paused or not self.chain or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return  # this call is not made each time that the compiled step is
+        self._is_seen = True
+        if self._is_paused or not self.chain:
             return
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise InvalidInputError("Replay cannot log optimizer.step(closure): the closure computes other gradients")
@@ -212,30 +229,16 @@ class Recorder:
         assert parts is not None
         if not self._check_weights():
             return
+        if any(id(each) not in parts.names for each in parameters_of(optimizer)):
+            self._end("a parameter was added to the optimizer")
+            return
         prefix = f"{len(self._events)}:" if self._events else ""
-        tensors: list[tuple[str, torch.Tensor]] = []
-        none, sparse, strides = [], {}, {}
-        for each in parameters_of(optimizer):
-            name = parts.names.get(id(each))
-            if name is None:
-                self._end("a parameter was added to the optimizer")
-                return
-            if each.grad is None:
-                none.append(name)
-                continue
-            check_gradient(name, each, each.grad)
-            gradient = local(each.grad)
-            if gradient.layout is torch.sparse_coo:
-                sparse[name] = [list(gradient.shape), gradient.is_coalesced()]
-                pair = gradient._indices(), gradient._values()
-                tensors += zip((f"{prefix}{name}:indices", f"{prefix}{name}:values"), pair, strict=True)
-                continue
-            if not gradient.is_contiguous():
-                strides[name] = list(gradient.stride())
-            tensors.append((f"{prefix}{name}", gradient))
+        tensors, forms = gradients_of(optimizer, parts.names, prefix)
         try:
             taken = tensors if self._same[0] == self.world.rank else []
-            copy_in(self._open_file(), taken, at_once=True)
+            file = self._open_file()
+            copy_in(file, taken, at_once=True)
+            self._check_room(file)
         except InvalidInputError:
             raise
         except TierfsError as error:
@@ -247,19 +250,20 @@ class Recorder:
                 "optimizer": next(at for at, each in enumerate(parts.optimizers) if each is optimizer),
                 "kind": kind_of(optimizer),
                 "groups": groups_of(optimizer),
-                "none": none,
-                "sparse": sparse,
-                "strides": strides,
+                **forms,
                 "amp": {name: value.detach().cpu().clone() for name, value in amp.items()},
             }
         )
 
     def _after_step(self, *_: Any) -> None:
-        if not self._is_paused:
+        if torch.compiler.is_compiling():
+            return
+        if self._is_seen and not self._is_paused:
             self._note_weights()
+        self._is_seen = False
 
     def _note_weights(self) -> None:
-        """Note the weights, which only ``optimizer.step`` may change from now on."""
+        """Note the weights and the optimizers' state, which only ``optimizer.step`` may change from now on."""
         assert self._parts is not None
         self._turn = self._at // STEPS_A_TURN
         self._mark = self._parts.mark(self._turn)
@@ -269,7 +273,10 @@ class Recorder:
         assert self._parts is not None
         if self._mark == self._parts.mark(self._turn):
             return True
-        self._end("parameters were changed outside of optimizer.step()")
+        self._end(
+            "parameters or the optimizer's state were changed outside of optimizer.step(), or inside torch.compile, "
+            "which hides its calls"
+        )
         return False
 
     def _end(self, why: str) -> None:
@@ -308,13 +315,15 @@ class Recorder:
 
         Return the name of the chain that begins with the save, for its description; nothing if nothing is logged.
         """
+        self.is_fresh = False
         if self._is_off:
             return {}
         if step != self._last:
             self.made_step(step, state, {})
-        if self._metrics:
+        assert self._parts is not None
+        if self._metrics and not self._parts.has_unused_gradients:
             self._publish(step)
-        if self._events or (self.chain and not self._check_weights()):
+        if self._metrics or self._events or (self.chain and not self._check_weights()):
             self._end("")  # the state is that of a later step than the last one with a file
         return {CHAIN: self.next_chain}
 
@@ -336,7 +345,7 @@ class Recorder:
         ``kept`` are the step, path and bytes of this rank's files that lead to the step, ``left`` the paths of its other
         files, which the run leaves behind. They are removed before the next file is published.
         """
-        self._is_off, self._short = False, 0
+        self._is_off, self._short, self._others = False, 0, Others()
         self._files, self._left = deque(kept), left
         self._saves.clear()
         self._begin(step, state, parent)
@@ -348,8 +357,9 @@ class Recorder:
         self.chain, self._parent, self.wants_save = self.next_chain, parent, False
         self._chains += 1
         self._base = self._at = self._last = step
-        self._others = digests_of(self._parts.others()[1])
         self._note_weights()
+        if problem := self._others.begin(self._parts, self._at // STEPS_A_TURN):
+            self._end(problem)
 
     def close(self) -> None:
         """Remove the hooks, and release memory that no file has. The log stays."""
