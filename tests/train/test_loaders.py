@@ -150,3 +150,18 @@ def test_a_shuffling_loader_with_a_generator_goes_on_with_its_data(root, workers
         run.save(stop, first)
         assert run.restore(second).is_exact
     assert found + batches(second) == expected
+
+
+def test_a_loader_in_a_dict_does_not_move_the_generators(root):
+    def made():
+        return {"loader": StatefulDataLoader(Items(20), batch_size=2, shuffle=True)}
+
+    first, second = made(), made()
+    batches = iter(first["loader"])
+    next(batches)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, first).wait()
+        expected = [next(batches).tolist(), torch.rand(1)]
+        torch.manual_seed(5)
+        assert run.restore(second).is_exact
+    assert [next(iter(second["loader"])).tolist(), torch.rand(1)] == expected

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 from support import resume_ranks
-from support.resume_cells import CONTENTS, OPTIONS, STEPS, cell
+from support.resume_cells import CONTENTS, OPTIONS, STEPS, cell, differences
 from support.torch_ranks import run_world
 
 import tierfs
@@ -49,6 +49,18 @@ def test_one_process(content, kind, how, column, root):
 def test_a_part_of_the_state_is_noted(content, how, root):
     found, why = cell(content, root, how=how)
     assert found in {"noted", TABLE[content]["full"]} - {"equal"}, why
+
+
+@pytest.mark.parametrize("kind", ["state", "dict"])
+def test_a_rollback_drops_gradients_that_no_step_used(kind, root):
+    made = CONTENTS["parameters of one group"](0)
+    made.step(1)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, made.state(kind)).wait()
+        before = made.told()
+        made.backward(2)
+        assert run.restore(made.state(kind), step=1).is_exact
+    assert not differences(before, made.told())
 
 
 @pytest.mark.parametrize("runs", ["compiled", "compiled step"])

@@ -110,11 +110,24 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]) -> dict[str, Any]:
     """Say for `About` whether there are gradients that no step of an optimizer has used. A checkpoint has no gradients."""
     modules = list(modules)
-    parameters = {id(each): each for optimizer in optimizers for each in parameters_of(optimizer)}
-    parameters |= {id(each): each for module in modules for each in module.parameters()}
-    unused = (each for each in _gradients(parameters.values()) if getattr(each, _USED, None) != each._version)
+    unused = (each for each in _gradients(_all_of(optimizers, modules)) if getattr(each, _USED, None) != each._version)
     has_some = any(bool(each.any()) for each in unused) or any(map(_waits_in_fsdp, modules))
     return {"has_gradients": True} if has_some else {}
+
+
+def drop_gradients(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]) -> list[str]:
+    """Drop the gradients of the steps before a restore. Return a note if FSDP 2 holds some that it has not reduced."""
+    modules = list(modules)
+    for each in _all_of(optimizers, modules):
+        each.grad = None
+    is_held = any(map(_waits_in_fsdp, modules))
+    return ["FSDP 2 holds gradients of a step before the restore: restore between steps"] if is_held else []
+
+
+def _all_of(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    found = {id(each): each for optimizer in optimizers for each in parameters_of(optimizer)}
+    found |= {id(each): each for module in modules for each in module.parameters()}
+    return list(found.values())
 
 
 def _waits_in_fsdp(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.optimizers import as_saved, complete_state, gradients_of, unchanged
+from tierfs.train.optimizers import as_saved, complete_state, drop_gradients, gradients_of, unchanged
 from tierfs.train.position import BUFFERS, ModuleBuffers, generators, positions, reseed, set_generators, set_positions
 from tierfs.train.run import OWN, About
 from tierfs.train.values import check_values, pack, unpack
@@ -236,6 +236,8 @@ class TrainState:
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
         light = about is not None and about.kind == "light"
         notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
+        if wanted.has_all():
+            notes += drop_gradients(self._optimizers, [self.model])
         return notes + _not_saved(about) + self._take_own(values, wanted)
 
     def _take_own(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
@@ -307,8 +309,7 @@ class DictState:
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         values = self.values(kind)
         check_values(values)
-        optimizers = [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
-        return values, gradients_of(optimizers, self._modules)
+        return values, gradients_of(self._optimizers, self._modules)
 
     def values(self, kind: str) -> dict[str, Any]:
         values = {name: _state_of(value) for name, value in self._of_kind(kind)}
@@ -325,6 +326,10 @@ class DictState:
     @property
     def _buffers(self) -> ModuleBuffers:
         return ModuleBuffers(self._modules)
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -363,7 +368,11 @@ class DictState:
         missing = sorted(self.entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
         notes += _not_saved(about)
+        if wanted.has_all():
+            notes += drop_gradients(self._optimizers, self._modules)
         if "rng" in own:
+            for value in self.entries.values():
+                _state_of(value)  # a loader may make its iterator for its state, and draw a number for it
             return notes + set_generators(unpack(own["rng"], "rng"))
         return notes + (_reseeded(about) if about is not None and wanted.has_all() else [])
 
