@@ -58,7 +58,7 @@ http {{
       if ($args ~ list-type=) {{ return 200 '{xml}<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'; }}
       if ($args ~ ^delete) {{ return 200 '{xml}<DeleteResult></DeleteResult>'; }}
     }}
-    location ~ /\.tierfs/probe/conditions$ {{ return 412 '{xml}<Error><Code>PreconditionFailed</Code></Error>'; }}
+    location ~ /\.tierfs/probe/conditions- {{ return 412 '{xml}<Error><Code>PreconditionFailed</Code></Error>'; }}
     location @missing {{ return 404 '{xml}<Error><Code>NoSuchKey</Code></Error>'; }}
   }}
 }}

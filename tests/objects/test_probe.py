@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tierfs.errors import (
     CapacityError,
     ConflictError,
     CorruptionError,
+    NotFoundError,
     ReadOnlyError,
     StoreError,
 )
@@ -91,6 +93,31 @@ class RefusesEveryUpdate(WrappedObjects):
         if isinstance(mode, Update):
             raise ConflictError(key)
         return self.inner.put(key, data, mode=mode, checksum=checksum)
+
+
+class ChecksCreatesEarly(WrappedObjects):
+    """An endpoint that checks a condition, and puts a moment later whatever is there then."""
+
+    early: type = Create
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        if not isinstance(mode, self.early):
+            return self.inner.put(key, data, mode=mode, checksum=checksum)
+        with contextlib.suppress(NotFoundError):
+            found = self.inner.head(key).version
+            if isinstance(mode, Create):
+                raise AlreadyExistsError(key)
+            if found == mode.version:
+                time.sleep(0.05)
+                return self.inner.put(key, data, checksum=checksum)
+        if isinstance(mode, Update):
+            raise ConflictError(key)
+        time.sleep(0.05)
+        return self.inner.put(key, data, checksum=checksum)
+
+
+class ChecksUpdatesEarly(ChecksCreatesEarly):
+    early = Update
 
 
 class HasOneVersion(WrappedObjects):
@@ -201,6 +228,8 @@ LIES = [
     (IgnoresUpdates, "conditional update", "a changed object was replaced", "conditional_update"),
     (UpdatesWhatIsNotThere, "conditional update", "a missing object was created", "conditional_update"),
     (RefusesEveryUpdate, "conditional update", "held was refused", "conditional_update"),
+    (ChecksCreatesEarly, "conditional create", "several were accepted", "conditional_create"),
+    (ChecksUpdatesEarly, "conditional update", "several were accepted", "conditional_update"),
     (HasOneVersion, "conditional update", "two different contents have the same version", "conditional_update"),
     (HasOneVersion, "reads pinned to a version", "another version was read", None),
     (IgnoresChecksums, "checksum xxh3-128", "wrong checksum were stored", "checksums"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +38,8 @@ from tierfs.objects import (
     as_promised,
 )
 from tierfs.objects.checksums import compute, verify_checksum
-from tierfs.objects.protocol import Create, PutMode
-from tierfs.objects.wrappers.verify import STORED_WRONG_MAX
+from tierfs.objects.protocol import Create, PutMode, Version
+from tierfs.objects.wrappers.verify import RACERS, STORED_WRONG_MAX
 from tierfs.testing import Fault, FaultyObjects, ObjectTierTests
 
 ALL = Capabilities(
@@ -349,6 +351,7 @@ class Lax(WrappedObjects):
     """An endpoint that ignores some conditions, which it heeded when it was probed."""
 
     ignored: tuple[type, ...] = ()
+    checks = False  # the condition, a moment before the put
 
     def __init__(self, inner: ObjectTier) -> None:
         super().__init__(inner)
@@ -362,12 +365,23 @@ class Lax(WrappedObjects):
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
         self.puts.append(key)
-        return super().put(key, data, mode=OVERWRITE if isinstance(mode, self.ignored) else mode)
+        if not isinstance(mode, self.ignored):
+            return super().put(key, data, mode=mode)
+        if self.checks:
+            with contextlib.suppress(NotFoundError):
+                found = self.head(key).version
+                if isinstance(mode, Create):
+                    raise AlreadyExistsError(key)
+                if found != mode.version:
+                    raise ConflictError(key)
+            time.sleep(0.05)
+        return super().put(key, data)
 
 
+@pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize("ignored", [Create, Update])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_conditions_that_are_ignored_after_the_probe(ignored: type, is_there: bool) -> None:
+def test_conditions_that_are_ignored_after_the_probe(ignored: type, is_there: bool, checks: bool) -> None:
     lax = Lax(MemoryObjects(f"lax-{uuid.uuid4().hex}"))
     lax.put(keys.DESCRIPTOR, [b"a descriptor"])
 
@@ -379,10 +393,42 @@ def test_conditions_that_are_ignored_after_the_probe(ignored: type, is_there: bo
     if is_there:
         first = objects.put("a", [b"1"], mode=CREATE)
         objects.put("a", [b"2"], mode=Update(first.version))
-        assert len(lax.puts) == 4 + 3  # the check was made once
-    lax.ignored = (ignored,)
+        assert len(lax.puts) == 4 + 2 * RACERS  # the check was made once
+    assert not list(lax.list(keys.PROBE))
+    lax.ignored, lax.checks = (ignored,), checks
     objects, before = connected(), list(lax.puts)
     for _ in range(2):
         with pytest.raises(StoreError, match="two writers could replace each other's files"):
             objects.put("b", [b"3"], mode=CREATE)
-    assert set(lax.puts[len(before) :]) == {f"{keys.PROBE}conditions"}
+    assert all(key.startswith(keys.PROBE) for key in lax.puts[len(before) :])
+    assert not list(lax.list(keys.PROBE))
+
+
+class Hashing(WrappedObjects):
+    """An endpoint like S3, where equal contents have equal versions."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.lock = threading.Lock()
+        self.versions: dict[str, Version] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return ALL
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        with self.lock:
+            if isinstance(mode, Create) and key in self.versions:
+                raise AlreadyExistsError(key)
+            if isinstance(mode, Update) and self.versions[key] != mode.version:
+                raise ConflictError(key)
+            self.versions[key] = Version(compute("md5", data).value.hex())
+            return replace(super().put(key, data), version=self.versions[key])
+
+
+def test_versions_that_are_hashes_pass_the_race() -> None:
+    hashing = Hashing(MemoryObjects(f"hashing-{uuid.uuid4().hex}"))
+    for number in range(20):
+        as_promised(hashing, ALL, "never", checks_conditions=True).put(f"{number}", [b"1"], mode=CREATE)

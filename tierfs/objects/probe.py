@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError, TierfsError
@@ -20,8 +21,11 @@ from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import compute
 from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode, Update
 from tierfs.objects.wrappers.limits import RetryingObjects
+from tierfs.objects.wrappers.verify import RACERS, race
 
 _CONTENT = b"tierfs tries what this endpoint heeds. "
+_ROUNDS = 3  # each may miss the moment between a check and its put
+_SEVERAL = f"of {RACERS} puts at once, several were accepted"
 _REFUSED = "a request whose condition held was refused"
 _logger = logging.getLogger("tierfs.objects")
 
@@ -55,7 +59,7 @@ class Findings:
 
 
 def probe(objects: ObjectTier) -> Findings:
-    """Test an endpoint. Sends some dozens of small requests below ``.tierfs/probe/``, and leaves no object there.
+    """Test an endpoint. Sends about a hundred small requests below ``.tierfs/probe/``, and leaves no object there.
 
     Args:
         objects: The tier at the root of a store that exists or is yet to be created. Only the abilities in its
@@ -138,7 +142,7 @@ class _Probe:
             return _REFUSED
         if not self._is_refused(key, CREATE, AlreadyExistsError):
             return "an existing object was replaced"
-        return ""
+        return self._race(lambda _: CREATE)
 
     def _update(self) -> str:
         key = self._key()
@@ -153,6 +157,14 @@ class _Probe:
             return "a changed object was replaced"
         if not self._is_refused(self._key(), Update(second.version), ConflictError):
             return "a missing object was created"
+        return self._race(lambda key: Update(self._put(key, [_CONTENT]).version))
+
+    def _race(self, condition: Callable[[str], PutMode]) -> str:
+        for _ in range(_ROUNDS):
+            key = self._key()
+            put = partial(self._put, key, mode=condition(key))
+            if len(race(put)) > 1:
+                return _SEVERAL
         return ""
 
     def _is_refused(self, key: str, mode: PutMode, refusal: type[TierfsError]) -> bool:

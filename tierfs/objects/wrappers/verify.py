@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from tierfs import digest
@@ -16,6 +17,7 @@ from tierfs.errors import (
     CorruptionError,
     InvalidInputError,
     NotFoundError,
+    ReadOnlyError,
     StoreError,
 )
 from tierfs.format import keys
@@ -34,10 +36,12 @@ from tierfs.objects.protocol import (
     locked,
 )
 from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.threads import Transfers
 
 VERIFY_WRITES = ("auto", "always", "never")
 STORED_WRONG_MAX = 3
-_CONDITIONS = f"{keys.PROBE}conditions"
+RACERS = 8
+_RACERS_WAIT_S = 1.0
 _logger = logging.getLogger("tierfs.objects")
 
 
@@ -76,6 +80,30 @@ def as_promised(
     return PromisedObjects(objects, promised, reads_back=reads_back, checks_conditions=checks_conditions)
 
 
+def race(put: Callable[[Sequence[Buffer]], ObjectInfo]) -> list[ObjectInfo]:
+    """Send `RACERS` puts of different contents at once, and return those that were accepted.
+
+    An endpoint that checks a condition and stores later may accept several.
+
+    Args:
+        put: Puts one key on one condition, which holds until a put is accepted.
+
+    Raises:
+        StoreError, CapacityError, ReadOnlyError: A put failed otherwise than by its condition.
+    """
+    start = threading.Barrier(RACERS)
+
+    def run(_: int) -> ObjectInfo | None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # an exiting interpreter starts no threads
+            start.wait(_RACERS_WAIT_S)
+        try:
+            return put([b"tierfs: one of several puts at once", os.urandom(16)])  # equal contents have equal versions
+        except (AlreadyExistsError, ConflictError):
+            return None
+
+    return [info for info in Transfers(RACERS, name="tierfs-race").map(run, range(RACERS)) if info is not None]
+
+
 class PromisedObjects(WrappedObjects):
     """Makes the given promises, and reads back each put if asked to.
 
@@ -87,8 +115,8 @@ class PromisedObjects(WrappedObjects):
 
     Args:
         reads_back: Whether to compare the digest of each stored object with that of the bytes that were sent.
-        checks_conditions: Whether to send three requests before the first conditional put, which the endpoint must
-            refuse, as it did when it was probed. A put raises `StoreError` if it does not.
+        checks_conditions: Whether to `race` creates and updates of one object before the first conditional put. That
+            put raises `StoreError` if several of them are accepted.
 
     Attributes:
         stored_wrong: How often the stored bytes differed from those that were sent.
@@ -175,26 +203,33 @@ class PromisedObjects(WrappedObjects):
             return super().put(key, data, checksum=checksum)
 
     def _check_conditions(self) -> None:
-        """Send puts whose conditions do not hold, once. Another server, or a proxy, may be there since the probe."""
+        """Race puts of a new object, once. Another server, or a proxy, may be there since the probe."""
         if not self._unchecked:
             return
-        modes: list[PutMode] = [CREATE, CREATE]  # the first one makes the object if it is missing
-        if self._capabilities.conditional_update:
-            modes.append(Update(self.inner.head(keys.DESCRIPTOR).version))  # the version of other content
-        data = [b"A put of this object must be refused."]
-        for number, mode in enumerate(modes):
-            try:
-                self.inner.put(_CONDITIONS, data, mode=mode, checksum=checksum_for(self._capabilities, data))
-            except (AlreadyExistsError, ConflictError):
-                continue
-            if number:
-                raise StoreError(
-                    "the endpoint replaced an object although it was to be put on a condition, so two writers could "
-                    "replace each other's files: nothing was written. Repair the endpoint, or run `tierfs probe URL`, "
-                    "which makes this a store for one writer at a time",
-                    path=_CONDITIONS,
-                    tier="object",
-                )
+        key = f"{keys.PROBE}conditions-{os.urandom(8).hex()}"
+
+        def accepted(mode: PutMode) -> list[ObjectInfo]:
+            return race(
+                lambda data: self.inner.put(key, data, mode=mode, checksum=checksum_for(self._capabilities, data))
+            )
+
+        try:
+            made = accepted(CREATE)
+            several = len(made) > 1
+            # None: the answer to the create was lost, or every create is refused, as the coming one will be.
+            if len(made) == 1 and self._capabilities.conditional_update:
+                several = len(accepted(Update(made[0].version))) > 1
+        finally:
+            with contextlib.suppress(StoreError, ReadOnlyError):  # then gc removes the object
+                self.inner.delete([key])
+        if several:
+            raise StoreError(
+                f"of {RACERS} puts at once on a condition that one may meet, the endpoint accepted several, so two "
+                "writers could replace each other's files: nothing was written. Repair the endpoint, or run "
+                "`tierfs probe URL`, which makes this a store for one writer at a time",
+                path=key,
+                tier="object",
+            )
         self._unchecked = False
 
     def _checksum(self, info: ObjectInfo) -> bytes:
