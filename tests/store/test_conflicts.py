@@ -18,7 +18,23 @@ from tierfs.format.keys import record_key
 from tierfs.format.manifest import Tombstone
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.store import delete, discard_conflict, load, save, stat, status, wait
+from tierfs.store import (
+    WriteMode,
+    Writer,
+    annotate,
+    delete,
+    discard_conflict,
+    load,
+    rename,
+    save,
+    stat,
+    status,
+    wait,
+)
+from tierfs.store.chunks import store_chunk
+from tierfs.store.maintenance.reencode import reencode
+
+TEXT = b"nothing new under the sun\n" * (MIB // 26)
 
 
 class OldReads(Gate):
@@ -104,6 +120,89 @@ def test_a_tombstone_that_gc_removed_is_no_conflict(make_host, objects, monkeypa
             objects.delete([record_key("run/a")])
     wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/a") == b"third"
+
+
+def overwrite(store):
+    save(store, "last/w", b"new")
+    return {"last/w": b"new"}
+
+
+def append(store):
+    writer = Writer(store, "last/w", mode=WriteMode.APPEND)
+    writer.write(b"tail")
+    writer.commit()
+    return {"last/w": TEXT + b"tail"}
+
+
+def describe(store):
+    annotate(store, "last/w", {"note": 1}, write_id=stat(store, "last/w").manifest.write_id)
+    return {"last/w": TEXT}
+
+
+def overwrite_and_remove(store):
+    overwrite(store)
+    delete(store, "last/w")
+    return {}
+
+
+def overwrite_and_move(store):
+    overwrite(store)
+    rename(store, "last/w", "last/v")
+    return {"last/v": b"new"}
+
+
+CHANGES = [overwrite, append, describe, overwrite_and_remove, overwrite_and_move]
+
+
+def save_raw(store, path):
+    """Save a file as a flusher with a backlog does."""
+    store_chunk(store, memoryview(bytearray(TEXT)), pressure="backlog")
+    save(store, path, TEXT)
+
+
+def encode_anew(store):
+    assert reencode(store, exclusive=True, dry_run=False, progress=lambda *_: None).count == 1
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gc_that_encodes_a_file_anew_makes_no_conflict(make_host, change):
+    here, there = make_host("here"), make_host("there").plain()
+    save_raw(there, "last/w")
+    stat(here.store, "last/w")
+    with here.held("put"):
+        save(here.store, "last/other", b"so that later changes below last/ wait")
+        left = change(here.store)
+        encode_anew(there)
+    wait(here.store, "", Level.OBJECT)
+    for path in ("last/w", "last/v"):
+        with contextlib.nullcontext() if path in left else pytest.raises(NotFoundError):
+            assert load(there, path) == left[path]
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_gc_that_encodes_an_open_file_anew_makes_no_conflict(make_host, is_staged):
+    host = make_host()
+    there = host.plain()
+    save_raw(there, "w")
+    writer = Writer(host.store if is_staged else there, "w")
+    writer.write(b"new")
+    encode_anew(there)
+    writer.commit()
+    wait(host.store, "w", Level.OBJECT)
+    assert load(there, "w") == b"new"
+
+
+def test_a_change_after_gc_encoded_a_file_anew_is_a_conflict(make_host):
+    here, there = make_host("here"), make_host("there").plain()
+    save_raw(there, "w")
+    stat(here.store, "w")
+    with here.held("put"):
+        save(here.store, "w", b"late")
+        encode_anew(there)
+        save(there, "w", b"theirs")
+    with pytest.raises(ConflictError):
+        wait(here.store, "w", Level.OBJECT)
+    assert load(there, "w") == b"theirs"
 
 
 def test_a_large_file_whose_memory_cannot_be_seen_at_first_is_uploaded(make_host, monkeypatch):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
-from tierfs.format.manifest import Manifest, Record, Row, Tombstone
+from tierfs.format.manifest import Manifest, Record, Row
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import SendPlan, is_sound, replaced_chunks, send_chunk
@@ -172,26 +172,23 @@ class StorePublisher:
         record, term = draft.record, None
         if isinstance(record, Manifest):
             table, indirect, term = ensure_chunks_durable(store, draft.path, rows, local)
-            record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
-        else:
-            record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
-        publish(store, observed, record, term=term, over_tombstone=draft.base.is_tombstone)
+            record = replace(record, rows=table, indirect=indirect)
+        publish(store, observed, record, term=term, base=draft.base)
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
         """Return the version that the draft replaces, or ``None`` if the draft is published already."""
-        if draft.base.write_id is None:
+        if draft.base.version is not None or draft.base.write_id is None:
             version = None if draft.base.version is None else Version(draft.base.version)
             return Observed(draft.path, keys.record_key(draft.path), None, version)
         # The base was a draft of this host, which is published now. Usually this process did that, and knows its version.
         there = last_seen(store, draft.path)
-        if there.record is None or there.record.write_id != draft.base.write_id:
+        if there.write_id != draft.base.write_id:
             there = observe(store, draft.path)
-        found = there.record.write_id if there.record is not None else None
-        if found == draft.write_id:
+        if there.write_id == draft.write_id:
             return None
-        if found is None and draft.base.is_tombstone:
+        if there.record is None and draft.base.is_tombstone:
             return there  # garbage collection has removed the tombstone
-        if found != draft.base.write_id:
+        if there.write_id != draft.base.write_id:
             raise ConflictError(
                 f"{store.where(draft.path)} was changed by another writer before this host's changes were flushed: "
                 "their version is kept, and this one is kept as a conflict",

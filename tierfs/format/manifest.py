@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import xxhash
@@ -83,6 +83,10 @@ class Manifest:
     previous: str = ""
     metadata: Mapping[str, object] = field(default_factory=dict)
 
+    def replacing(self, version: str) -> Manifest:
+        """Return the record that replaces this version."""
+        return replace(self, previous=version)
+
     def encode(self, path: str) -> bytes:
         """Return the bytes of the record of ``path``.
 
@@ -132,7 +136,7 @@ class Tombstone:
 
     write_id: bytes
     deleted_ns: int
-    previous_check: int
+    previous_check: int = 0
 
     def encode(self, path: str) -> bytes:
         """Return the bytes of the record of ``path``: always 80."""
@@ -140,10 +144,9 @@ class Tombstone:
         out += self.deleted_ns.to_bytes(8, "little", signed=True) + self.previous_check.to_bytes(8, "little")
         return seal(out)
 
-    @staticmethod
-    def check_of(version: str) -> int:
-        """Return the `previous_check` for this version."""
-        return xxhash.xxh3_64_intdigest(version.encode())
+    def replacing(self, version: str) -> Tombstone:
+        """Return the record that replaces this version."""
+        return replace(self, previous_check=xxhash.xxh3_64_intdigest(version.encode()))
 
 
 Record: TypeAlias = Manifest | Tombstone

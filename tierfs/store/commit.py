@@ -311,7 +311,7 @@ class Commits:
                 return True
             table, indirect, term = ensure_chunks_durable(self._store, path, rows)
             try:
-                new = replace(record, previous=root.previous, rows=table, indirect=indirect)
+                new = replace(record, rows=table, indirect=indirect)
                 publish(self._store, root, new, term=term)
             except ConflictError:
                 if attempt + 1 == ATTEMPTS_MAX:

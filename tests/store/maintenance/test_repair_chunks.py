@@ -33,7 +33,7 @@ def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
     observed = observe(store, "a")
     (row,) = observed.manifest.rows
     rows = (replace(row, stored_length=len(payload)),)
-    publish(store, observed, replace(observed.manifest, rows=rows, previous=observed.previous))
+    publish(store, observed, replace(observed.manifest, rows=rows))
 
     found = scrub(reopened(store), ScrubOptions(concurrency=1)).damage
     assert [(each.key, each.kind, each.healed) for each in found] == [(key, "format", "")]

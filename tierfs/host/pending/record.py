@@ -33,7 +33,8 @@ class ObservedBase:
 
     Attributes:
         version: Version of the record in the object tier; ``None`` if there was none.
-        write_id: Write id of the draft that was pending at the path; ``None`` if there was none. It takes precedence.
+        write_id: Write id of that record, or of the draft that was pending at the path, which then has no version.
+            ``None`` if nothing was there.
         is_tombstone: Whether that record or draft was a tombstone, which garbage collection may remove.
     """
 

@@ -116,7 +116,7 @@ def _reencode_file(
     if dry_run or not wanted:
         return
     table, indirect, term = ensure_chunks_durable(bare, path, [known.get(row.name, row) for row in rows])
-    record = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
+    record = replace(manifest, rows=table, indirect=indirect)
     publish(bare, observed, record, term=term)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -225,11 +225,11 @@ class Mender:
     def _replace(self, path: str, key: str, data: bytes, version: Version, problem: str) -> Record | None:
         """Replace a lost record: a marker by a new marker, any other record by a tombstone. Return the marker."""
         store, observed = self._store, Observed(path, key, None, version)
-        marker = new_marker(store, version) if path.endswith("/") else None
+        marker = new_marker(store) if path.endswith("/") else None
         known_by = ""
         if len(data) == TOMBSTONE_BYTES:  # every live record is longer
             marker, known_by = None, "its size"
-        elif marker is not None and _is_bare(data, replace(marker, previous="").encode(path)):
+        elif marker is not None and _is_bare(data, marker.encode(path)):
             known_by = "its name"
         target = ""
         if not self._dry_run:

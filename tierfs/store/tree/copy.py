@@ -114,9 +114,7 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
     changes.setdefault(
         "metadata", manifest.metadata if source.path == target.path else SaveMark.without(manifest.metadata)
     )
-    placed = replace(
-        manifest, write_id=store.new_write_id(), previous=target.previous, rows=rows, indirect=indirect, **changes
-    )
+    placed = replace(manifest, write_id=store.new_write_id(), rows=rows, indirect=indirect, **changes)
     replace_record(store, target, placed, staged=staged, slots=source.slots, term=term)
     return placed, staged
 

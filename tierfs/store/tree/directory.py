@@ -61,7 +61,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
     if parents and (parent := path.rpartition("/")[0]):
         with contextlib.suppress(AlreadyExistsError):  # a file may have the name of a directory
             make_directory(store, parent, exist_ok=True, parents=True)
-    marker = new_marker(store, observed.previous)
+    marker = new_marker(store)
     try:
         publish(store, observed, marker)
     except ConflictError:
@@ -72,8 +72,8 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
     return True
 
 
-def new_marker(store: Store, previous: str) -> Manifest:
-    """Return the marker record of a directory, to replace the version ``previous``."""
+def new_marker(store: Store) -> Manifest:
+    """Return the marker record of a directory."""
     now_ns = store.clock.now_ns()
     kind_of_digest = store.descriptor.digest_kind
     return Manifest(
@@ -85,7 +85,6 @@ def new_marker(store: Store, previous: str) -> Manifest:
         digest_kind=kind_of_digest,
         digest=inline_digest(kind_of_digest, b""),
         inline=b"",
-        previous=previous,
     )
 
 
@@ -128,5 +127,5 @@ def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) 
     if observed.manifest is None:
         raise NotFoundError(f"{store.where(path)} was removed in the meantime", path=path)
     merged = {**observed.manifest.metadata, **metadata}
-    record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)
+    record = replace(observed.manifest, write_id=store.random_bytes(16), metadata=merged)
     publish(store, observed, record)

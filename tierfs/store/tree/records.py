@@ -16,7 +16,7 @@ from functools import partial
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, Tombstone, decode_record
-from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.record import Draft, ObservedBase, SlotRef
 from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
@@ -25,6 +25,8 @@ from tierfs.store.tree.host_records import NOT_THERE
 from tierfs.threads import transfers
 
 RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
+PUTS_MAX = 8  # of one record, each on a newer version with the same content
+NO_BASE = ObservedBase()
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -61,8 +63,8 @@ class Observed:
         return isinstance(self.record, Tombstone)
 
     @property
-    def previous(self) -> str:
-        return self.version or ""
+    def write_id(self) -> bytes | None:
+        return None if self.record is None else self.record.write_id
 
 
 def nothing_at(path: str) -> Observed:
@@ -115,7 +117,7 @@ def _follows(draft: Draft, there: Observed) -> bool:
     if base.is_tombstone and there.record is None:
         return True  # garbage collection has removed the tombstone
     if base.write_id is not None:
-        return there.record is not None and there.record.write_id == base.write_id
+        return there.write_id == base.write_id
     return there.draft is None and base.version == there.version
 
 
@@ -260,16 +262,18 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Recor
 
 
 def publish(
-    store: Store, observed: Observed, record: Record, *, term: int | None = None, over_tombstone: bool = False
+    store: Store, observed: Observed, record: Record, *, term: int | None = None, base: ObservedBase = NO_BASE
 ) -> Observed:
     """Replace the observed record in the object tier by ``record``, if it has not changed. Return the new state.
 
-    A tombstone that garbage collection has removed since has not changed: the path still has no file.
+    A record with the same write id has not changed: ``tierfs gc --reencode`` gave other names to its chunks. Nor has a
+    tombstone that garbage collection has removed: the path still has no file.
 
     Args:
         observed: The version that the record replaces.
+        record: The record to put. Its field for the version that it replaces is filled in here.
         term: The lease in which the record's chunks were known to be in the store. None for a record without chunks.
-        over_tombstone: Whether the observed version is a tombstone's. Needed only if ``observed`` has no record.
+        base: What a draft notes of the observed record. Needed only if ``observed`` has no record.
 
     Raises:
         ConflictError: Another writer changed the path since. That version stands.
@@ -279,37 +283,44 @@ def publish(
         CapacityError, ReadOnlyError: Nothing was changed.
     """
     assert observed.draft is None, "a draft is replaced by a draft"
-    data = [record.encode(observed.path)]
-    mode = CREATE if observed.version is None else Update(observed.version)
-    if term is not None and not store.lease_cache.is_valid(term):
-        raise StoreError(
-            f"{store.where(observed.path)}: this process was paused for longer than its lease lasts "
-            f"({store.descriptor.lease_s} s): nothing was published; try again",
-            transient=True,
-            path=observed.path,
-            tier="object",
-        )
-    store.before_change()
-    try:
-        version = put_checked(store.objects, observed.key, data, mode=mode).version
-    except (AlreadyExistsError, ConflictError) as error:
-        found = _find_own(store, observed, record)
-        if found is None and (over_tombstone or observed.is_tombstone) and _is_absent(store, observed.key):
-            return publish(store, replace(observed, record=None, version=None), record, term=term)
-        if found is None:
-            raise ConflictError(
-                f"{store.where(observed.path)} was changed by another writer in the meantime: their version is kept; "
-                "this change was not made, or was already replaced; reload and try again",
+    if observed.record is not None:
+        base = ObservedBase(None, observed.record.write_id, observed.is_tombstone)
+    for attempt in range(PUTS_MAX):
+        new = record.replacing(observed.version or "")
+        data = new.encode(observed.path)
+        if term is not None and not store.lease_cache.is_valid(term):
+            raise StoreError(
+                f"{store.where(observed.path)}: this process was paused for longer than its lease lasts "
+                f"({store.descriptor.lease_s} s): nothing was published; try again",
+                transient=True,
                 path=observed.path,
-            ) from error
-    except StoreError as error:
-        store.lease_cache.keep()
-        found = _find_own(store, observed, record) if error.transient else None
-        if found is None:
-            raise
-    else:
-        _remember(store, observed.key, version, record, data[0])
-        found = Observed(observed.path, observed.key, record, version)
+                tier="object",
+            )
+        store.before_change()
+        try:
+            mode = CREATE if observed.version is None else Update(observed.version)
+            version = put_checked(store.objects, observed.key, [data], mode=mode).version
+        except (AlreadyExistsError, ConflictError) as error:
+            found = _current(store, observed)
+            if _is_put(found, observed, record):
+                break
+            is_same = base.is_tombstone if found.version is None else found.write_id == base.write_id is not None
+            if not is_same or attempt + 1 == PUTS_MAX:
+                raise ConflictError(
+                    f"{store.where(observed.path)} was changed by another writer in the meantime: their version is kept; "
+                    "this change was not made, or was already replaced; reload and try again",
+                    path=observed.path,
+                ) from error
+            observed = found
+        except StoreError as error:
+            store.lease_cache.keep()
+            if not error.transient or not _is_put(found := _current(store, observed), observed, record):
+                raise
+            break
+        else:
+            _remember(store, observed.key, version, new, data)
+            found = Observed(observed.path, observed.key, new, version)
+            break
     if term is not None and found.manifest is not None and store.lease_cache.is_too_late():
         _check_chunks(store, observed.path, found.manifest)
     return found
@@ -329,26 +340,20 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
         ) from error
 
 
-def _find_own(store: Store, observed: Observed, record: Record) -> Observed | None:
-    """Return the current record if our own put wrote it. A damaged record counts as another writer's."""
+def _current(store: Store, observed: Observed) -> Observed:
+    """Return what the object tier has at an observed path now. A damaged record counts as another writer's."""
     seen_ns = time.time_ns()
     try:
-        current = _read(store, observed.path, observed.key)
+        return _read(store, observed.path, observed.key)
     except NotFoundError:
-        found_nothing(store, observed.path, observed.key, seen_ns)
-        return None
+        return found_nothing(store, observed.path, observed.key, seen_ns)
     except CorruptionError:
-        return None
-    is_ours = current.record is not None and current.record.write_id == record.write_id
-    return current if is_ours and current.version != observed.version else None
+        return replace(observed, record=None)
 
 
-def _is_absent(store: Store, key: str) -> bool:
-    try:
-        store.objects.head(key)
-    except NotFoundError:
-        return True
-    return False
+def _is_put(found: Observed, observed: Observed, record: Record) -> bool:
+    """Return whether our own put of a record, whose answer is unknown, took effect."""
+    return found.write_id == record.write_id and found.version != observed.version
 
 
 def read_record(store: Store, path: str | None, key: str) -> tuple[Record, ObjectInfo, bytes]:

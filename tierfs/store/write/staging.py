@@ -181,7 +181,7 @@ def seal(
     assert tiers is not None
     rows = record.rows if isinstance(record, Manifest) else ()
     version = observed.version if observed.draft is None else None
-    base = ObservedBase(version, observed.draft, observed.is_tombstone)
+    base = ObservedBase(version, observed.draft or observed.write_id, observed.is_tombstone)
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after, is_ram_only=ram_only)
     store.hand_over(writes=True)
     store.before_change()
@@ -232,13 +232,14 @@ def _changed(store: Store, observed: Observed, who: str) -> ConflictError:
 
 def _stands(store: Store, observed: Observed) -> bool:
     """Return whether the object tier still has the observed version."""
-    if observed.draft is not None:  # the draft was published since, in an unknown version
-        record = observe_published(store, observed.path).record
-        return record is None or record.write_id == observed.draft
     try:
-        return store.objects.head(observed.key).version == observed.version
+        if observed.draft is None and store.objects.head(observed.key).version == observed.version:
+            return True
     except NotFoundError:  # garbage collection may have removed a tombstone
         return observed.version is None or observed.is_tombstone
+    # The draft was published since, in an unknown version, or gc gave other names to the chunks of the record.
+    now = observe_published(store, observed.path).write_id
+    return now == observed.write_id if now is not None else observed.draft is not None
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
@@ -322,6 +323,6 @@ def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> byt
     if store.tiers is not None and pending is not None and pending.draft.is_ram_only:
         store.tiers.drafts.drop_ram_only({pending.draft.write_id})
         return None
-    tombstone = Tombstone(store.new_write_id(), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))
+    tombstone = Tombstone(store.new_write_id(), store.clock.now_ns())
     replace(store, observed, tombstone, staged=after is not None, after=after)
     return None if observed.draft is None and after is None else tombstone.write_id

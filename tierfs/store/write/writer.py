@@ -353,7 +353,6 @@ class Writer:
             rows=table,
             inline=inline,
             indirect=indirect,
-            previous=self._observed.previous,
             metadata=metadata,
         )
 
