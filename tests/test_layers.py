@@ -21,6 +21,7 @@ GROUND = {
     "kernels",
     "_kernels",
     "_fork",
+    "checked_json",
 }
 FORMATS = GROUND | {"format", "codec"}
 BELOW_STORE = FORMATS | {"objects", "host"}
@@ -42,6 +43,7 @@ ALLOWED = {
     "digest": {"errors"},
     "clock": {"errors"},
     "units": {"errors"},
+    "checked_json": {"errors", "digest"},
     "gc_pause": {"threads", "_fork"},
     "buffers": {"errors", "digest", "_fork"},
     "format": GROUND,

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierfs.checked_json import parse_object
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.keys import inside
 from tierfs.store import Store, delete, find
@@ -92,11 +93,11 @@ def metrics_of(store: Store, directory: str) -> dict[str, float]:
 def object_in(store: Store, directory: str, name: str, bytes_max: int = OBJECT_BYTES_MAX) -> dict[str, Any]:
     """Return the JSON object in a note; empty if it is missing or cannot be read. The latter is logged."""
     try:
-        values = json.loads(read_note(store, directory, name, bytes_max) or b"{}")
-    except (NotFoundError, CorruptionError, FormatError, ValueError) as error:
+        data = read_note(store, directory, name, bytes_max)
+        return {} if not data else parse_object(data, "its content", numbers="any")
+    except (NotFoundError, CorruptionError, FormatError) as error:
         _logger.warning("%s cannot be read: %s", store.where(inside(directory, name)), error)
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def is_pinned(store: Store, directory: str) -> bool:
@@ -157,11 +158,13 @@ def read_lines(store: Store, directory: str) -> Lines | None:
     if data is None:
         return None
     try:
-        document = json.loads(data)
-        lines = Lines()
+        document, begins = parse_object(data, "its content"), dict[str, tuple[str, int]]()
         for line, (parent, step) in document["begins"].items():
-            lines = lines.begun(line, str(parent), int(step))  # a parent comes before its children: there is no circle
-        return Lines(str(document["current"]), lines.begins)
+            if line == FIRST:
+                raise ValueError("a line has no name")
+            # A parent comes before its children: there is no circle.
+            begins[line] = (parent if parent in begins else FIRST, int(step))
+        return Lines(str(document["current"]), begins)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         where = store.where(inside(directory, LINES))
         raise FormatError(f"{where} is invalid: remove it, then restore the step to go on from", path=where) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs import digest
+from tierfs.checked_json import parse_value
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
 INTEGER_MAX = (1 << 63) - 1
@@ -173,8 +174,8 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
         CorruptionError, FormatError: As `tierfs.dcp.metadata.decode`.
     """
     try:
-        document = load(data)
-    except (ValueError, RecursionError):
+        document = parse_value(data, where, numbers="integers", unique=True)
+    except FormatError:
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptionError(f"{where} is not a checkpoint's metadata: damaged, or not written by tierfs", path=where)
@@ -208,11 +209,6 @@ def parse_as_written(data: bytes) -> dict[str, Any] | None:
         return None
     is_usual = isinstance(document, dict) and document.get("format") == FORMAT and document.get("version") == VERSION
     return document if is_usual else None
-
-
-def load(data: bytes) -> Any:
-    """Parse JSON without floats and without keys that occur twice. Raises `ValueError` and `RecursionError`."""
-    return json.loads(data.decode(), parse_constant=_refuse, parse_float=_refuse, object_pairs_hook=_unique)
 
 
 def read_note(root: Checked) -> CheckpointNote:
@@ -251,17 +247,6 @@ def read_boxes(
             raise chunk.wrong(f"there are two chunks at {list(offsets)}")
         seen.add(offsets)
         yield chunk, offsets, sizes, read_place(chunk, files)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
-def _refuse(text: str) -> object:
-    raise ValueError(f"{text} is not an integer")
 
 
 def canonical(value: object) -> bytes:

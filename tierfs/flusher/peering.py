@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs import digest
 from tierfs.buffers import buffers
+from tierfs.checked_json import parse_object
 from tierfs.clock import Pace, boot_id
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
@@ -386,11 +387,11 @@ class Peering:
 
     def _read_gone(self) -> dict[str, list[bytes]]:
         try:
-            found = json.loads(self._gone_file.read_bytes())
+            found = parse_object(self._gone_file.read_bytes(), str(self._gone_file))
             return {host: [bytes.fromhex(each) for each in write_ids] for host, write_ids in found.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             _logger.warning("%s cannot be read, so peers may hold what is published: %s", self._gone_file, error)
             return {}
 

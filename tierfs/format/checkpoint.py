@@ -5,11 +5,11 @@ docs/reference/checkpoint-format.md, "Commit" and "The metadata document". torch
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierfs.checked_json import parse_object
 from tierfs.errors import FormatError
 from tierfs.format.manifest import Manifest
 
@@ -100,8 +100,8 @@ def named_files(document: bytes, where: str) -> frozenset[str]:
         FormatError: The bytes are no metadata document.
     """
     try:
-        files = json.loads(document)["files"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        files = parse_object(document, where).get("files")
+    except FormatError:
         files = None
     if not isinstance(files, dict):
         raise FormatError(f"{where}: not the metadata of a checkpoint", path=where)

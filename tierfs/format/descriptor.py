@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from tierfs import digest
+from tierfs.checked_json import parse_object
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer, DigestKind
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.format.header import VERSION
@@ -116,19 +117,10 @@ class Descriptor:
             FormatError: The data is of another version, or has sizes that this tierfs does not support.
         """
         try:
-            return cls._decode(data, where)
-        except RecursionError as error:  # json.loads accepts deeper nesting than json.dumps and repr
-            raise CorruptionError(
-                f"{where}: the store descriptor is damaged: it is nested too deeply", path=where
-            ) from error
-
-    @classmethod
-    def _decode(cls, data: Buffer, where: str) -> Descriptor:
-        try:
-            document = json.loads(bytes(data).decode(), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            document = None
-        if not isinstance(document, dict) or document.get("magic") != _MAGIC:
+            document = parse_object(data, "its text")
+        except FormatError as error:
+            raise CorruptionError(f"{where}: the store descriptor is damaged: {error}", path=where) from error
+        if document.get("magic") != _MAGIC:
             raise CorruptionError(f"{where}: not a store descriptor: damaged, or not written by tierfs", path=where)
         if type(document.get("format")) is not int or document["format"] != VERSION:
             raise FormatError(
@@ -181,10 +173,6 @@ def _decode_endpoint(value: object, malformed: Callable[[str], FormatError]) -> 
     if len(flags) != len(names) or not isinstance(checksums, list):
         raise malformed(f"invalid endpoint {value!r}")
     return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _canonical(document: Mapping[str, object]) -> bytes:

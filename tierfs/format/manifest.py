@@ -14,8 +14,9 @@ from typing import TypeAlias
 import xxhash
 
 from tierfs import digest
+from tierfs.checked_json import parse_object
 from tierfs.digest import CHUNK_BYTES, Buffer, DigestKind
-from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.format.envelope import BASES_MAX, STORED_BYTES_MAX
 from tierfs.format.header import Cursor, Kind, check_writable, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
@@ -100,7 +101,9 @@ class Manifest:
                 if self.metadata
                 else b""
             )
-        except (TypeError, ValueError) as error:
+            if metadata:
+                parse_object(metadata, "metadata")  # what no reader would take
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"metadata of {path!r} is not JSON: {error}", path=path) from None
         check_writable(len(previous), VERSION_BYTES_MAX, "length of a version")
         check_writable(len(metadata), METADATA_BYTES_MAX, f"length of the metadata of {path!r}")
@@ -252,12 +255,9 @@ def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
     if not length:
         return {}
     try:
-        value = json.loads(cursor.bytes(length))
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise cursor.malformed("its metadata is not a JSON object")
-    return value
+        return parse_object(cursor.bytes(length), "its metadata")
+    except FormatError as error:
+        raise cursor.malformed(str(error)) from error
 
 
 def encode_rows(rows: tuple[Row, ...]) -> bytes:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs import digest
+from tierfs.checked_json import parse_object
 from tierfs.digest import Buffer, DigestKind
 from tierfs.errors import FormatError, InvalidInputError
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
@@ -111,10 +112,10 @@ class Collector:
         notes = cursor.bytes(cursor.bounded(4, NOTES_BYTES_MAX, "length of the notes"))
         cursor.finish()
         try:
-            document = json.loads(notes)
+            document = parse_object(notes, where)
             epochs = {int(epoch, 16): _state(state) for epoch, state in document["epochs"].items()}
             last, unnamed = dict(document["last"]), dict(document.get("unnamed", {}))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the collector's record are invalid", path=where) from None
         return cls(holder, fence, sequence, duration_s, epochs, last, unnamed)
 
@@ -180,14 +181,14 @@ class ScrubRecord:
         notes = cursor.bytes(cursor.bounded(4, SCRUB_NOTES_BYTES_MAX, "length of the notes"))
         cursor.finish()
         try:
-            document = json.loads(notes)
+            document = parse_object(notes, where)
             prefixes = {
                 str(name): PrefixState(int(state["verified_ns"]), str(state["after"]))
                 for name, state in document["prefixes"].items()
             }
             damaged = {str(key): str(problem) for key, problem in document["damaged"].items()}
             last = dict(document["last"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the scrub record are invalid", path=where) from None
         return cls(prefixes, damaged, last)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tierfs.checked_json import parse_value
 from tierfs.clock import SystemClock
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format.keys import DESCRIPTOR
@@ -113,7 +114,7 @@ def places_in(path: Path) -> list[str]:
     """
     try:
         text = path.read_bytes()
-        kept = json.loads(text) if text else []
+        kept = parse_value(text, str(path)) if text else []
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
             raise ValueError("not a list of names")
     except FileNotFoundError:

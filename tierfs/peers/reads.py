@@ -8,7 +8,6 @@ so a holder is not trusted.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import ssl
 import threading
@@ -23,6 +22,7 @@ import xxhash
 
 from tierfs import digest
 from tierfs.buffers import buffers
+from tierfs.checked_json import parse_object
 from tierfs.clock import Clock, Pace
 from tierfs.digest import DigestKind
 from tierfs.errors import FormatError, StoreError, TierfsError
@@ -275,7 +275,10 @@ class PeerReader:
         if self._identity is None:
             self._identity = Identity(self._directory)
             self._me = self._identity.id
-        records = [PeerRecord.decode(bytes.fromhex(data), str(file)) for data in json.loads(file.read_bytes()).values()]
+        records = [
+            PeerRecord.decode(bytes.fromhex(data), str(file))
+            for data in parse_object(file.read_bytes(), str(file)).values()
+        ]
         found: dict[str, _Host] = {}
         for record in records:
             known = self._hosts.get(record.id)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tierfs.checked_json import parse_object
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
@@ -132,7 +133,7 @@ class TierCheckpoint(ModelCheckpoint):
             return self._best
         fs, path = self._io.place(f"{self.dirpath}/{BEST}")
         with contextlib.suppress(FileNotFoundError):
-            return str(json.loads(fs.cat_file(path))["best"])
+            return str(parse_object(fs.cat_file(path), path).get("best", ""))
         return ""
 
     @best_model_path.setter

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tierfs.checked_json import parse_object
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
@@ -167,7 +168,7 @@ class KnownStores:
         """Return the descriptor and the places of the store that this host last saw at a root, if any."""
         path = self._path(url)
         try:
-            kept = json.loads(path.read_bytes())
+            kept = parse_object(path.read_bytes(), str(path))
             return Descriptor.decode(kept["descriptor"].encode(), str(path)), tuple(map(str, kept["places"]))
         except (FileNotFoundError, PermissionError):
             return None

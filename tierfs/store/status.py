@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tierfs import kernels
+from tierfs.checked_json import parse_object
 from tierfs.clock import boot_id
 from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
@@ -230,7 +231,7 @@ def read_notes(store: Store) -> dict[str, Any] | None:
     for path in host.store_directory(store.descriptor.uuid).glob(f"{_NOTE_PREFIX}*{_NOTE_SUFFIX}"):
         try:
             if host.is_alive(path.stem.removeprefix(_NOTE_PREFIX)):
-                found.append(json.loads(path.read_text()))
+                found.append(parse_object(path.read_bytes(), str(path)))
             else:
                 path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:  # noqa: PERF203 - one note that cannot be read must not hide the others

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tierfs.checked_json import parse_object
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
 from tierfs.checkpoint.notes import (
     ABOUT,
@@ -139,7 +140,7 @@ class About:
             FormatError: The text is not a description that this version understands.
         """
         try:
-            values = json.loads(text)
+            values = parse_object(text, where, numbers="any")
             return cls(
                 step=int(values["step"]),
                 kind=str(values["kind"]),
@@ -149,7 +150,7 @@ class About:
                 save_s=float(values["save_s"]),
                 state=dict(values["state"]),
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise FormatError(f"{where}: {ABOUT} is invalid, or a newer tierfs wrote it: {error}") from error
 
 

@@ -147,7 +147,7 @@ def unpack(text: str, where: str) -> Any:
         return _decode(json.loads(text), where)
     except TierfsError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{where} cannot be read: {error}") from error
 
 

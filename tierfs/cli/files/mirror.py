@@ -23,8 +23,10 @@ from typing import ClassVar
 import xxhash
 
 from tierfs import digest
+from tierfs.checked_json import parse_object
 from tierfs.cli.files.transfer import walk
 from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import FormatError
 from tierfs.format.manifest import Row
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
@@ -200,10 +202,9 @@ def _look(status: os.stat_result) -> list[object]:
 
 def _read(path: Path) -> dict[str, list[object]]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return parse_object(path.read_bytes(), str(path))
+    except (OSError, FormatError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

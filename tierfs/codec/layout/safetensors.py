@@ -5,13 +5,13 @@ Format: https://github.com/huggingface/safetensors (README, "Format").
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tierfs.checked_json import parse_object
 from tierfs.codec.layout import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
-from tierfs.errors import CorruptionError
+from tierfs.errors import CorruptionError, FormatError
 
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors library reads."""
@@ -100,11 +100,9 @@ def follow_safetensors(start: bytes) -> Steps:
 def _parse(text: bytes | bytearray, where: str) -> dict[str, HeaderEntry]:
     """Return a header's tensors by name. Check that they follow each other from offset 0 on."""
     try:
-        table = json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(where, f"its table of tensors cannot be read: {error!r:.200}") from error
-    if not isinstance(table, dict):
-        raise _wrong(where, "its table of tensors is not a JSON object")
+        table = parse_object(text, "its table of tensors", unique=True)
+    except FormatError as error:
+        raise _wrong(where, str(error)) from error
     table.pop(METADATA_NAME, None)
     entries = {name: _entry(name, item, where) for name, item in table.items()}
     at = 0
@@ -137,10 +135,3 @@ def _entry(name: str, item: Any, where: str) -> HeaderEntry:
 
 def _wrong(where: str, what: str) -> CorruptionError:
     return CorruptionError(f"{where}: not a safetensors file: {what}", path=where)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return made

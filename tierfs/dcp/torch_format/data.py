@@ -7,7 +7,6 @@ offset.
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tierfs.checked_json import parse_object
 from tierfs.codec.layout import torch_zip
 from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.load.items import ItemReader, put_in
@@ -22,7 +22,7 @@ from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.tensorbytes import in_safetensors, narrowed, writable_bytes
 from tierfs.dcp.torch_format.metadata import StockPlace
 from tierfs.dcp.torch_format.streams import ReadStream, check_checksums
-from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
 BATCH_BYTES_MAX = 256 << 20
 STREAMED_BYTES_MIN = 64 << 20
@@ -149,11 +149,9 @@ def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping
     text = bytearray(length)
     files.read([FileRange(file, at + 8, memoryview(text), "a table of tensors")])
     try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        table = None
-    if not isinstance(table, dict):
-        raise CorruptionError(f"shard file {files.where(file)}: its table of tensors is damaged", path=file)
+        table = parse_object(text, files.where(file))
+    except FormatError as error:
+        raise CorruptionError(f"shard file {files.where(file)}: its table of tensors is damaged", path=file) from error
     return table, at + 8 + length
 
 
@@ -168,9 +166,9 @@ def _in_safetensors(
         entry = table[index.fqn]
         described = (entry["dtype"], entry["shape"])
         begin, end = entry["data_offsets"]
-        sharding = json.loads(table.get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        sharding = parse_object(table.get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"), where)
         offsets = sharding.get(index.fqn, {}).get("saved_offsets", list(index.offset))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
             f"{where}: the file's table of tensors is damaged: {error!r}", path=saved.place.file
         ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierfs import digest
+from tierfs.checked_json import parse_object
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.format.manifest import Manifest, Record, Tombstone, decode_record
 
@@ -162,27 +163,24 @@ class Draft:
         if digest.checksum(view[:total]) != bytes(view[total : total + _CHECKSUM_BYTES]):
             raise CorruptionError(f"{where}: a damaged draft", path=where)
         at = _HEAD.size
-        head = json.loads(bytes(view[at : at + head_length]))
+        try:
+            head = parse_object(view[at : at + head_length], where)
+            known = head["base"]
+            write_id = bytes.fromhex(known["write_id"]) if "write_id" in known else None
+            base = ObservedBase(known.get("version"), write_id, known.get("is_tombstone", False))
+            path, after = head["path"].encode().decode(), bytes.fromhex(head["after"]) or None
+            boot, stamp_ns = str(head["boot"]), int(head["stamp_ns"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # from a peer, the checksum proves nothing
+            raise CorruptionError(f"{where}: a damaged draft: {error!r:.200}", path=where) from error
         at += head_length
-        path, base = head["path"], head["base"]
         record = decode_record(view[at : at + record_length], path, where)
         at += record_length
         slots: list[SlotRef | None] = []
         for number in range(slot_count):
             segment, index, serial = _SLOT.unpack_from(view, at + number * _SLOT.size)
             slots.append(None if (segment, index, serial) == _NO_SLOT else SlotRef(segment.hex(), index, serial))
-        write_id = bytes.fromhex(base["write_id"]) if "write_id" in base else None
-        after = bytes.fromhex(head["after"]) or None
-        return cls(
-            path,
-            record,
-            ObservedBase(base.get("version"), write_id, base.get("is_tombstone", False)),
-            tuple(slots),
-            after,
-            head["boot"],
-            head["stamp_ns"],
-            head.get("is_ram_only", False),
-        )
+        is_ram_only = head.get("is_ram_only") is True
+        return cls(path, record, base, tuple(slots), after, boot, stamp_ns, is_ram_only)
 
 
 def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:

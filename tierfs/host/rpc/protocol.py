@@ -15,9 +15,10 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tierfs import errors
+from tierfs.checked_json import parse_object
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.host.filesystems import explain
 
@@ -58,17 +59,7 @@ def decode(data: bytes) -> dict[str, Any]:
     Raises:
         FormatError: It is not one JSON object.
     """
-    try:
-        message = json.loads(data, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not a message: {error}") from error
-    if not isinstance(message, dict):
-        raise FormatError(f"not a message: a JSON object is expected, not {type(message).__name__}")
-    return message
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not valid JSON")
+    return parse_object(data, "a message")
 
 
 def send(sock: socket.socket, packet: bytes, *, flags: int = 0) -> None:

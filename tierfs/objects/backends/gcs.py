@@ -21,7 +21,8 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import StoreError
+from tierfs.checked_json import parse_object
+from tierfs.errors import FormatError, StoreError
 from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
 from tierfs.objects.backends.loop_thread import LoopThread, body_reader
 from tierfs.objects.backends.shared_session import SharedSession
@@ -293,8 +294,8 @@ async def _end(answer: aiohttp.ClientResponse) -> None:
 
 def _document(content: bytes) -> dict[str, Any]:
     try:
-        return {**json.loads(content)}
-    except (ValueError, TypeError) as error:  # not JSON, or not a JSON object
+        return parse_object(content, "an answer")
+    except FormatError as error:
         raise StoreError(f"the answer is invalid: {error}", transient=True, tier="object") from error
 
 
@@ -304,7 +305,7 @@ def _refusal(answer: aiohttp.ClientResponse, content: bytes) -> Exception:
 
     text = content.decode(errors="replace")
     try:
-        error = dict(json.loads(text)["error"])
+        error = dict(parse_object(text, "a refusal")["error"])
     except (ValueError, TypeError, KeyError):
         error = {"message": text or answer.reason}
     refusal: Exception = HttpError({**error, "code": answer.status})

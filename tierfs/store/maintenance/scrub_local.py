@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tierfs.buffers import buffers
+from tierfs.checked_json import parse_object
 from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
 from tierfs.format.keys import ChunkName
@@ -89,7 +90,7 @@ def scrub_local(
     begun, pace = clock.monotonic(), Pace(clock, bandwidth)
     after = b""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        after = bytes.fromhex(json.loads(place.read_text())["after"])
+        after = bytes.fromhex(parse_object(place.read_bytes(), str(place))["after"])
     for name, length in _copies(tiers, tier, after):
         if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
             break
