@@ -91,7 +91,7 @@ def manifest(metadata):
 
 DESCRIPTOR = Descriptor("0" * 32, 1, DigestKind.XXH3_128, Capabilities(True, True, True, True, ("md5",)))
 COLLECTOR = Collector(epochs={1: EpochState(5)}, last={"records": 1}, unnamed={"ab": 5})
-SCRUB = ScrubRecord({"00": PrefixState(5, "key")}, {"key": "damaged"}, {"bytes": 1})
+SCRUB = ScrubRecord({"00": PrefixState(5, "key")}, {"key": "damaged"}, {"missing": 1})
 DRAFT = Draft("run/a", Tombstone(bytes(16), 0), ObservedBase("7", bytes(16)), boot="boot")
 
 
@@ -127,6 +127,16 @@ def metadata(text):
     SaveMark.of(record.metadata)
 
 
+def collector(text):
+    record = Collector.decode(resealed(COLLECTOR.encode(), text), "gc")
+    assert sum(record.unnamed.values()) + record.last.get("records", 0) < 1e300
+
+
+def scrub(text):
+    record = ScrubRecord.decode(resealed(SCRUB.encode(), text), "scrub")
+    assert record.last.get("missing", 0) < 1e300
+
+
 def draft(text):
     data = DRAFT.encode()
     _, begin, end = document_of(data)
@@ -149,10 +159,10 @@ DOORS = {
     "descriptor": (descriptor, json.loads(DESCRIPTOR.encode())),
     "metadata": (metadata, {"tierfs.save": {"sequence": 5, "save_id": "ab", "replaces": [[1, "ab"]]}}),
     "collector": (
-        lambda text: Collector.decode(resealed(COLLECTOR.encode(), text), "gc"),
+        collector,
         document_of(COLLECTOR.encode())[0],
     ),
-    "scrub": (lambda text: ScrubRecord.decode(resealed(SCRUB.encode(), text), "scrub"), document_of(SCRUB.encode())[0]),
+    "scrub": (scrub, document_of(SCRUB.encode())[0]),
     "draft": (draft, document_of(DRAFT.encode())[0]),
     "message": (protocol.decode, {"do": "wait", "arguments": {"path": "a"}}),
     "files": (lambda text: named_files(text, "a"), {"files": {"a": 1}}),

@@ -22,8 +22,10 @@ from tierfs.format.lease import PeerRecord
 from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
 from tierfs.host.local_state import forget, local_stores
+from tierfs.peers.members import peer_key
 from tierfs.peers.settings import Identity
 from tierfs.peers.wire import dial
+from tierfs.session import open_store, parse_url
 
 pytest.importorskip("cryptography")
 WAIT_S = 60
@@ -65,6 +67,16 @@ def save(host, contents, ack="peer"):
     for name, data in contents.items():
         fs.pipe_file(f"{root}/run/{name}", data)
     return fs, root
+
+
+def test_peers_go_on_beside_a_certificate_that_cannot_be_read(hosts):
+    owner = hosts("a")
+    record = PeerRecord(1, LEASE_S, "127.0.0.1", 7946, "", "host", b"not a certificate")
+    bare_store = open_store(parse_url(f"tierfs::{owner.url}"))[0]
+    bare_store.objects.put(peer_key(record.id), [record.encode()])
+    hosts("b")
+    save(owner, {"x": content(1)})
+    until(lambda: owner.status()["peers"]["unreadable"] == 1, WAIT_S)
 
 
 @pytest.mark.parametrize("level", ["staged", "peer"])

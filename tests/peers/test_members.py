@@ -129,6 +129,24 @@ def test_a_record_under_another_id_is_passed_over(world):
     made.objects.put(peer_key("ab" * 16), [data])
     made.refresh(first)
     assert set(first.live()) == {second.me}
+    assert set(first.unreadable) == {"ab" * 16}
+
+
+@pytest.mark.parametrize("certificate", [b"", b"certificate", "cut", "with more behind it"])
+def test_an_unreadable_certificate_is_left_out_and_counted(world, certificate):
+    made = world("", "")
+    first, second = made.hosts
+    if isinstance(certificate, str):
+        whole = first._identity.certificate
+        certificate = whole[:-1] if certificate == "cut" else whole + b"rubbish"
+    record = PeerRecord(1, LEASE_S, "127.0.0.1", 7946, "", "host", certificate)
+    made.objects.put(peer_key(record.id), [record.encode()])
+    made.refresh(first)
+    assert set(first.live()) == {second.me}
+    assert set(first.unreadable) == {record.id}
+    made.objects.delete([peer_key(record.id)])
+    made.refresh(first)
+    assert not first.unreadable
 
 
 def test_a_record_is_read_as_written_and_damage_is_found():

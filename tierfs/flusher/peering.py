@@ -149,6 +149,7 @@ class Peering:
             "id": self.members.me,
             "wanted": self._settings.count,
             "live": len(self.members.live()),
+            "unreadable": len(self.members.unreadable),
             "hosts": [
                 {
                     "id": host,
@@ -196,6 +197,10 @@ class Peering:
         owners = self.room.owners()
         self.members.refresh(store.objects, self._server.port, store.descriptor.lease_s, owners)
         self._warned.discard("list")
+        for name, problem in self.members.unreadable.items():
+            self._warn(
+                f"record {name}", "the record of the peer %s is left out, as it cannot be read: %s", name, problem
+            )
         self._lost &= {held.draft.write_id for held in self.room.held()}
         self.room.forget_hosts(self.members.knows)
         for owner in owners:

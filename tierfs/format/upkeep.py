@@ -32,6 +32,7 @@ SCRUB_BYTES_MAX = SCRUB_NOTES_BYTES_MAX + 256
 DURATION_S_MAX = 3600
 FENCE_MAX = (1 << 48) - 1
 NOBODY = bytes(16)
+_COMPUTED = ("ended_ns", "looked_ns", "missing", "records", "succeeded_ns", "vanished")
 RECORDS_MAX = 1_000_000
 REFERENCED_MAX = 1_000_000
 CHECK_BYTES = 16
@@ -114,10 +115,22 @@ class Collector:
         try:
             document = parse_object(notes, where)
             epochs = {int(epoch, 16): _state(state) for epoch, state in document["epochs"].items()}
-            last, unnamed = dict(document["last"]), dict(document.get("unnamed", {}))
+            last, unnamed = _last(document["last"]), _integers(document.get("unnamed", {}))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the collector's record are invalid", path=where) from None
         return cls(holder, fence, sequence, duration_s, epochs, last, unnamed)
+
+
+def _last(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notes of the last run. The names that the next run computes with must have integers."""
+    _integers({name: value[name] for name in _COMPUTED if name in value})
+    return dict(value)
+
+
+def _integers(value: Mapping[str, Any]) -> dict[str, int]:
+    if any(type(each) is not int for each in value.values()):
+        raise InvalidInputError("a number is not an integer")
+    return dict(value)
 
 
 def _state(value: Mapping[str, Any]) -> EpochState:
@@ -187,7 +200,7 @@ class ScrubRecord:
                 for name, state in document["prefixes"].items()
             }
             damaged = {str(key): str(problem) for key, problem in document["damaged"].items()}
-            last = dict(document["last"])
+            last = _last(document["last"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the scrub record are invalid", path=where) from None
         return cls(prefixes, damaged, last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,9 @@ class Members:
         settings: Its settings.
         clock: Measures how long a record has not changed.
 
+    Attributes:
+        unreadable: The problem of each record, by its name, that the last `refresh` left out.
+
     Raises:
         StoreError, ReadOnlyError, CapacityError: The directory cannot be used.
     """
@@ -59,6 +63,7 @@ class Members:
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
+        self.unreadable: Mapping[str, str] = {}
         self._resting: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._sequence = clock.now_ns()
         self._listed_s: float | None = None  # when `refresh` last succeeded
@@ -97,7 +102,7 @@ class Members:
             self._identity.certificate,
         )
         objects.put(peer_key(self.me), [record.encode()], mode=OVERWRITE)
-        found = {}
+        found, unreadable = dict[str, _Member](), dict[str, str]()
         listed = self._called(objects, owners) if mine.hosts else list(objects_below(objects, keys.PEERS))
         now = self._clock.monotonic()
         # After a time in which this host could not look, the others' time begins again: they could not renew either.
@@ -113,13 +118,21 @@ class Members:
                 found[name] = _Member(known.record, info.version, changed_s)
                 continue
             # A host that is new, comes back, or did not answer may have another address.
-            with contextlib.suppress(NotFoundError, CorruptionError, FormatError):
+            try:
                 other, _, _ = read_decoded(objects, info.key, PEER_BYTES_MAX, PeerRecord.decode, info.key)
-                if other.id == name:
-                    address, port = self._places.get(name, (other.address, other.port))
-                    found[name] = _Member(replace(other, address=address, port=port), info.version, now)
+                if other.id != name:
+                    raise FormatError(f"{info.key}: the certificate is not the one of that name", path=info.key)
+                # A certificate that OpenSSL cannot read would end every connection of this host.
+                self._identity.context([other.certificate], server=False)
+            except NotFoundError:
+                continue
+            except (CorruptionError, ValueError, ssl.SSLError) as error:
+                unreadable[name] = str(error)
+                continue
+            address, port = self._places.get(name, (other.address, other.port))
+            found[name] = _Member(replace(other, address=address, port=port), info.version, now)
         with self._lock:
-            self._members, self._listed_s = found, now
+            self._members, self._listed_s, self.unreadable = found, now, unreadable
         self._write({**self.live(), self.me: record})
         self.is_listed.set()
 

@@ -204,8 +204,10 @@ def _peers(peers: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     used, budget = format_bytes(peers["holds_bytes"]), format_bytes(peers["budget_bytes"])
     held = f"{peers['holds_files']} files for {len(peers['holds_for'])} hosts, {used} of {budget}"
-    found = f"{len(hosts)} of {peers['wanted']} wanted"
-    return [("peers", "; ".join([found, *hosts])), ("holds for peers", held)]
+    found = [f"{len(hosts)} of {peers['wanted']} wanted"]
+    if peers.get("unreadable"):
+        found.append(f"{peers['unreadable']} records in .tierfs/peers/ cannot be read")
+    return [("peers", "; ".join([*found, *hosts])), ("holds for peers", held)]
 
 
 def _records(records: Mapping[str, Mapping[str, int]]) -> str:
