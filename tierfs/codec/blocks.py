@@ -37,11 +37,17 @@ class Codec(enum.IntEnum):
         """Bytes of base that the codec needs for each byte of a block."""
         return _BASE_FACTORS.get(self, 0)
 
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        """Every way to request the codec, with the usual element widths first."""
+        return tuple(Coding(self, width) for width in _WIDTHS.get(self, (1,)))
+
 
 # The survey of several blocks takes a fifth of the time to encode one. With more blocks, the caches no longer hold
 # them.
 _TOGETHER = 4
 _OF_PLANES = frozenset({Codec.PLANE, Codec.DPLANE})
+_WIDTHS = dict.fromkeys((Codec.PLANE, Codec.DPLANE, Codec.SPARSE), (2, 4, 1, 8))
 _BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
 _KNOWN = frozenset(Codec)
 

@@ -4,10 +4,12 @@ import uuid
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, reopened, run
 from support.saving import Flushing, Training
 
+from tierfs.codec import Codec
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
 from tierfs.objects import MemoryObjects
@@ -41,6 +43,29 @@ def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
     assert [(each.key, each.how) for each in report.left] == [(key, "a newer tierfs may have written it")]
     assert (report.mended, report.moved, lost_keys(store)) == ([], [], [])
     assert store.objects.read(key, 4 * MIB)[0] == payload
+
+
+ALONE = {
+    Codec.STORE: content(0, 3 * MIB),
+    Codec.ZSTD: b"nothing new under the sun\n" * 100_000,
+    Codec.CONST: bytes(3 * MIB),
+    Codec.PLANE: np.random.default_rng(0).standard_normal(700_000, np.float32).tobytes(),
+}
+"""For each codec without a base, bytes that the encoder gives it."""
+
+
+@pytest.mark.parametrize("codec", [codec for codec in Codec if not codec.base_factor])
+def test_a_chunk_of_any_codec_is_encoded_anew(codec):
+    store, other = make_store("all"), make_store("off")
+    for each in (store, other):
+        save(each, "a", ALONE[codec])
+    key = chunk_of(store, "a")
+    before, _ = store.objects.read(key, 4 * MIB)
+    assert {block.codec for block in Envelope.decode(before, "", stored_length=len(before)).blocks} == {codec}
+    remove(store.objects, key)
+    report = run(reopened(store), replicas=[other])
+    assert ([each.key for each in report.mended], report.lost) == ([key], [])
+    assert load(reopened(store), "a") == ALONE[codec]
 
 
 class CountedLists(WrappedObjects):

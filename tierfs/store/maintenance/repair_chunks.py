@@ -14,7 +14,7 @@ from functools import partial
 
 from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.codec import Codec, Coding, encode_block
+from tierfs.codec import Codec, encode_block
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
@@ -30,7 +30,6 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import DAMAGED, check_envelope, inspect, names_beside
 from tierfs.store.store import Store
 
-WIDTHS = (2, 4, 1, 8)
 _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.scrub")
 
@@ -184,7 +183,7 @@ class Healer:
             The object in pieces; ``None`` if no coding gives this size.
         """
         digests, _ = digest.digests_of(self._kind, raw)
-        for coding in (Coding(Codec.STORE), Coding(Codec.ZSTD), *(Coding(Codec.PLANE, width) for width in WIDTHS)):
+        for coding in (coding for codec in Codec if not codec.base_factor for coding in codec.codings):
             pieces, table = [], []
             for block, its_digest in zip(blocks_of(raw), digests, strict=True):
                 out = memoryview(bytearray(len(block)))
@@ -238,8 +237,8 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
     if block.codec == Codec.STORE:
         return bytes(raw) if len(raw) == block.encoded_length else None
     out = memoryview(bytearray(len(raw)))
-    for width in WIDTHS:
-        codec, length = encode_block(raw, Coding(Codec(block.codec), width), base, out)
+    for coding in Codec(block.codec).codings:
+        codec, length = encode_block(raw, coding, base, out)
         if (codec, length) == (block.codec, block.encoded_length):
             return bytes(out[:length])
     return None
