@@ -342,6 +342,25 @@ def names(store, directory="last"):
     return {path.removeprefix(f"{directory}/") for path in paths(store) if path.startswith(f"{directory}/")}
 
 
+def test_an_exclusive_gc_frees_at_once_what_no_save_names():
+    store = make_store("auto")
+    for number in range(10):
+        part(store, f"last/killed-{number}", number + 500)
+        store.clock.sleep(1)
+        checkpoint(store, "last", number + 1, sequence=number + 1)
+        store.clock.sleep(1)
+    part(store, "last/under-way", 700)
+    store.lease_cache.release()
+    would, did = gc(store, dry_run=True, exclusive=True), gc(store, exclusive=True)
+    counts = [(each.files, each.replaced, each.deleted, each.unfinished, each.reached) for each in (would, did)]
+    assert counts[0] == counts[1]
+    assert (did.replaced.count, did.deleted.count) == (19, 19 + 9), "each replaced metadata has a chunk, too"
+    assert names(store) == {ROOT, "shard-10", "under-way"}
+    assert len(keys_below(store, keys.CHUNKS)) == len(paths(store)), "each file has one chunk"
+    again = gc(store, exclusive=True)
+    assert (again.replaced.count, again.deleted.count, again.unreadable) == (0, 0, [])
+
+
 def test_gc_removes_shard_files_that_no_save_names():
     store = make_store("auto")
     for number in range(1, 21):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -83,6 +83,7 @@ def mark(
     remake: bool = False,
     records_min: int = 0,
     is_old: Callable[[int], bool] = lambda _: True,
+    ignored: Container[str] = frozenset(),
     alive: Callable[[], object] = lambda: None,
     progress: Callable[[str, int], object] = lambda *_: None,
 ) -> Marked:
@@ -95,13 +96,16 @@ def mark(
         remake: Whether to rebuild missing or stale reference lists.
         records_min: How many records there are at least, unless some have vanished.
         is_old: Returns whether an object that was put at this time is older than a grace.
+        ignored: Paths of files that count as deleted.
         alive: Called regularly.
         progress: Called with the name of a counter and its increase.
 
     Raises:
         StoreError: The object tier failed.
     """
-    return _Mark(store.without_local_tiers(), pool, without, remake, records_min, is_old, alive, progress).run()
+    return _Mark(
+        store.without_local_tiers(), pool, without, remake, records_min, is_old, ignored, alive, progress
+    ).run()
 
 
 def vanished_records(store: Store, *, concurrency: int = 16) -> list[Damage]:
@@ -146,6 +150,7 @@ class _Mark:
         remake: bool,
         records_min: int,
         is_old: Callable[[int], bool],
+        ignored: Container[str],
         alive: Callable[[], object],
         progress: Callable[[str, int], object],
     ) -> None:
@@ -153,6 +158,7 @@ class _Mark:
         self._pool = pool
         self._remake = remake
         self._records_min = records_min
+        self._ignored = ignored
         self._alive = alive
         self._progress = progress
         self._losses = RecordLosses(store, without, is_old)
@@ -378,11 +384,12 @@ class _Mark:
     def _add(self, batch: list[tuple[str, ObjectInfo]]) -> Iterator[_Read | None]:
         """Add the chunks that these records need. Yield each record's result; ``None`` if it is unreadable or gone."""
         found = self._found
-        for outcome in self._pool.map(lambda item: _read_record(self._store, *item), batch):
+        outcomes = self._pool.map(lambda item: _read_record(self._store, *item), batch)
+        for (path, _), outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Damage):
                 self._losses.note(outcome)
                 yield None
-            elif outcome is not None:
+            elif outcome is not None and path not in self._ignored:
                 found.files += 1
                 found.reached.add(outcome.names)
                 yield outcome

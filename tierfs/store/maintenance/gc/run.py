@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, replace
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, InvalidInputError, NotFoundError
@@ -101,17 +101,10 @@ class _Run:
                 epoch: is_ripe_at_once or self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()
             }
             lists = read_lists(store, ripe)
-            marked = mark(
-                store,
-                self._pool,
-                without=self._options.without,
-                remake=not self._options.dry_run,
-                records_min=self._records,
-                is_old=self._is_old,
-                alive=self._hold,
-                progress=self._progress,
-            )
-            report = self._report
+            marked, report = self._mark(), self._report
+            if self._options.exclusive and marked.replaced and not marked.losses.unexcused:
+                self._bury(marked.replaced)
+                marked = self._mark({path for path, _, _ in marked.replaced} if self._options.dry_run else frozenset())
             report.files, report.by_list, report.made_lists = marked.files, marked.by_list, marked.made_lists
             report.unreadable, report.passed_over = marked.losses.unexcused, marked.losses.excused
             if not report.unreadable:
@@ -126,6 +119,20 @@ class _Run:
             if not self._options.dry_run:
                 turn.end()
         return self._report
+
+    def _mark(self, ignored: Container[str] = frozenset()) -> Marked:
+        """Mark what the records need, but not what those at the ``ignored`` paths need."""
+        return mark(
+            self._store,
+            self._pool,
+            without=self._options.without,
+            remake=not self._options.dry_run,
+            records_min=self._records,
+            is_old=self._is_old,
+            ignored=ignored,
+            alive=self._hold,
+            progress=self._progress,
+        )
 
     def _begin_dry(self) -> None:
         turn, store = self._turn, self._store
@@ -313,17 +320,19 @@ class _Run:
         listed = objects_below(self._store.objects, keys.PROBE)
         probes = [item for item in listed if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
         self._remove(probes, self._report.probes)
-        self._bury(marked.replaced)
+        if not self._options.exclusive:
+            self._bury(marked.replaced)
         for _, _, length in marked.unfinished:
             self._report.unfinished.add(1, length)
 
     def _bury(self, parts: Sequence[Part]) -> None:
-        """Delete the shard files that a gc saw unnamed a grace ago. Their chunks are unreached from the next gc on."""
+        """Delete the shard files that a gc saw unnamed a grace ago. Their chunks are unreached from the next mark on."""
         turn, seen = self._turn, {}
-        for path, info, length in parts[:UNNAMED_MAX]:
+        for path, info, length in parts if self._options.exclusive else parts[:UNNAMED_MAX]:
             check = record_check(info.key, info.version).hex()
-            seen[check] = turn.record.unnamed.get(check, self._begun_ns)
-            if not self._is_over(seen[check], self._grace_ns):
+            seen_ns = turn.record.unnamed.get(check, self._begun_ns)
+            if not self._is_old(seen_ns):
+                seen[check] = seen_ns
                 self._report.unfinished.add(1, length)
                 continue
             self._hold()
