@@ -474,6 +474,7 @@ def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host)
     assert status(host.store)["counters"]["flusher_spill_waits"]
     wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
+    until(lambda: status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0)
 
 
 def test_a_file_larger_than_all_local_tiers_is_given_up_after_the_users_time(make_host):

@@ -135,7 +135,8 @@ def test_a_written_chunk_is_clean_and_survives_reopening(tier, directory):
     assert not read(again, 1)
 
 
-def test_a_chunk_is_dirty_while_a_draft_or_a_holder_needs_it(tier):
+def test_a_chunk_is_dirty_while_a_draft_or_a_holder_needs_it(tier, directory):
+    reader = NvmeReader(directory)
     (name,) = write(tier, 1)
     first, second = tier.commit([draft("a", [name]), draft("b", [name])])
     tier.hold("open:me:1", [name])
@@ -145,9 +146,12 @@ def test_a_chunk_is_dirty_while_a_draft_or_a_holder_needs_it(tier):
         lambda: tier.drop_hold("open:me:1"),
     ):
         assert tier.evict([name]) == 0
-        assert tier.usage().clean_bytes == 0
+        assert tier.usage().clean_bytes == reader.usage().clean_bytes == 0
         drop()
-    assert tier.usage().dirty_bytes == 0
+    assert tier.usage().dirty_bytes == reader.usage().dirty_bytes == 0
+    tier.hold("open:me:2", [name])
+    assert reader.usage().dirty_bytes == file_bytes(CHUNK)
+    tier.drop_hold("open:me:2")
     assert tier.evict([name]) > 0
     assert not tier.has(name)
 

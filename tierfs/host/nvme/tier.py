@@ -287,6 +287,7 @@ class NvmeTier:
             self._faults("after hold.rename")
             self._chunks.unprotect(names)
             self._holds[holder] = held
+            self._change()
 
     def drop_hold(self, *holders: str) -> None:
         """Release all chunks that these holders hold."""
@@ -296,6 +297,7 @@ class NvmeTier:
                 if names is not None:
                     (self._holds_directory / holder).unlink(missing_ok=True)
                     self._chunks.unneed(names)
+            self._change()
 
     def holders(self) -> list[str]:
         return sorted(self._holds)
