@@ -26,7 +26,7 @@ from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub
 from tierfs.store.maintenance.scrub_local import scrub_local
 from tierfs.store.maintenance.scrub_piece import scrub_piece
-from tierfs.testing.faults import flip_bit, remove
+from tierfs.testing.faults import flip_bit, remove, truncate
 
 ALONE = ScrubOptions(concurrency=1)
 
@@ -158,6 +158,21 @@ def test_damage_that_nothing_heals_is_named_until_it_is_gone():
     for path in ("a", "b"):
         delete(store, path)
     assert scrub(store, ALONE).is_sound
+
+
+@pytest.mark.parametrize("damage", ["block", "envelope", "cut"])
+def test_damage_is_logged_once_with_the_name_of_the_object(caplog, damage):
+    store = make_store()
+    save(store, "a", content(0))
+    (key,) = chunk_keys(store)
+    if damage == "cut":
+        truncate(store.objects, key, 100)
+    else:
+        flip_bit(store.objects, key, 8 * 30 + 1 if damage == "envelope" else 8 * 2000)
+    assert len(scrub(reopened(store), ScrubOptions(heal=False, concurrency=1)).damage) == 1
+    (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert logged.count(key) == 1
+    assert logged.startswith(f"again/{key}")
 
 
 @pytest.mark.parametrize("options", [ALONE, ScrubOptions(max_seconds=0), ScrubOptions(dry_run=True)])

@@ -117,7 +117,7 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
     found = examine(store, name, item.size)
     if found is None or found.is_sound or lacks_base(store, name, item.size):
         return None  # a missing base that a record needs is counted among the missing chunks
-    _logger.error("%s is damaged: %s", store.where(item.key), found.problem)
+    _logger.error("%s", found.problem)  # it begins with the name of the object
     healed = ""
     if healer is not None:
         try:
