@@ -118,13 +118,8 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
         CorruptionError: The document is damaged, or contradicts itself.
         FormatError: The document is of another version, or holds a dtype that this torch does not have.
     """
-    try:
-        with Uncollected():
-            return _read_columns(data, where) or interpret(parse(data, where), where)
-    except RecursionError as error:  # it could be read, but not written again or printed
-        raise CorruptionError(
-            f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
-        ) from error
+    with Uncollected():
+        return _read_columns(data, where) or interpret(parse(data, where), where)
 
 
 def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:

@@ -60,6 +60,17 @@ class Capabilities:
         return [word for word, promised in words.items() if not promised]
 
 
+KEPT_HERE = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128",),
+    host_local=True,
+)
+"""The promises of objects that this host keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Descriptor:
     """The description of a store.

@@ -115,22 +115,17 @@ class Collector:
         try:
             document = parse_object(notes, where)
             epochs = {int(epoch, 16): _state(state) for epoch, state in document["epochs"].items()}
-            last, unnamed = _last(document["last"]), _integers(document.get("unnamed", {}))
+            last, unnamed = dict(document["last"]), dict(document.get("unnamed", {}))
+            _check_integers(last, _COMPUTED)
+            _check_integers(unnamed, unnamed)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the collector's record are invalid", path=where) from None
         return cls(holder, fence, sequence, duration_s, epochs, last, unnamed)
 
 
-def _last(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the notes of the last run. The names that the next run computes with must have integers."""
-    _integers({name: value[name] for name in _COMPUTED if name in value})
-    return dict(value)
-
-
-def _integers(value: Mapping[str, Any]) -> dict[str, int]:
-    if any(type(each) is not int for each in value.values()):
+def _check_integers(value: Mapping[str, Any], names: Iterable[str]) -> None:
+    if any(type(value[name]) is not int for name in names if name in value):
         raise InvalidInputError("a number is not an integer")
-    return dict(value)
 
 
 def _state(value: Mapping[str, Any]) -> EpochState:
@@ -200,7 +195,8 @@ class ScrubRecord:
                 for name, state in document["prefixes"].items()
             }
             damaged = {str(key): str(problem) for key, problem in document["damaged"].items()}
-            last = _last(document["last"])
+            last = dict(document["last"])
+            _check_integers(last, _COMPUTED)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise FormatError(f"{where}: the notes of the scrub record are invalid", path=where) from None
         return cls(prefixes, damaged, last)

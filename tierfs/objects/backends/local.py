@@ -28,7 +28,7 @@ from tierfs.buffers import block_buffers
 from tierfs.clock import boot_id
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
-from tierfs.format.descriptor import Capabilities
+from tierfs.format.descriptor import KEPT_HERE, Capabilities
 from tierfs.objects.backends.spans import taking_from
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.os_errors import translate_os_error, translated
@@ -61,15 +61,6 @@ _IOV_MAX = 512
 SECOND_NS = 1_000_000_000
 STALE_TEMPORARY_S = 86400.0
 
-_CAPABILITIES = Capabilities(
-    conditional_create=True,
-    conditional_update=True,
-    list_after_write=True,
-    atomic_put=True,
-    checksums=("xxh3-128",),
-    host_local=True,
-)
-
 
 class LocalObjects(ObjectTier):
     """Objects as files below ``root``, a directory that the first put creates if it is missing."""
@@ -86,7 +77,7 @@ class LocalObjects(ObjectTier):
 
     @property
     def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
+        return KEPT_HERE
 
     def places(self) -> tuple[str, ...]:
         """See `ObjectTier.places`. Device and inode number identify a directory that is mounted twice, or moved."""

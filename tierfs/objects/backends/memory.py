@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, NotFoundError
-from tierfs.format.descriptor import Capabilities
+from tierfs.format.descriptor import KEPT_HERE, Capabilities
 from tierfs.objects.backends.spans import taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.protocol import (
@@ -37,14 +37,6 @@ from tierfs.objects.protocol import (
     check_version,
 )
 
-_CAPABILITIES = Capabilities(
-    conditional_create=True,
-    conditional_update=True,
-    list_after_write=True,
-    atomic_put=True,
-    checksums=("xxh3-128",),
-    host_local=True,
-)
 _lock = threading.RLock()
 _written = 0
 
@@ -71,7 +63,7 @@ class MemoryObjects(ObjectTier):
 
     @property
     def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
+        return KEPT_HERE
 
     def places(self) -> tuple[str, ...]:
         return (f"memory:{self.root}",)

@@ -214,15 +214,14 @@ class PromisedObjects(WrappedObjects):
             )
 
         try:
-            made = accepted(CREATE)
-            several = len(made) > 1
+            found = accepted(CREATE)
             # None: the answer to the create was lost, or every create is refused, as the coming one will be.
-            if len(made) == 1 and self._capabilities.conditional_update:
-                several = len(accepted(Update(made[0].version))) > 1
+            if len(found) == 1 and self._capabilities.conditional_update:
+                found = accepted(Update(found[0].version))
         finally:
             with contextlib.suppress(StoreError, ReadOnlyError):  # then gc removes the object
                 self.inner.delete([key])
-        if several:
+        if len(found) > 1:
             raise StoreError(
                 f"of {RACERS} puts at once on a condition that one may meet, the endpoint accepted several, so two "
                 "writers could replace each other's files: nothing was written. Repair the endpoint, or run "
