@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from tierfs.checked_json import parse_object
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.plugs import logger, say_loaded
 from tierfs.plugs.accelerate import step_of
@@ -106,7 +107,7 @@ class TierTrainer(Trainer):
         if self.tierfs_found is None:
             scratch.remove()
             return None
-        self.tierfs_saved = json.loads(progress.entries["extra"]["trainer"])
+        self.tierfs_saved = parse_object(progress.entries["extra"]["trainer"], "the trainer's state", numbers="any")
         # The trainer looks for the best checkpoint on a disk.
         state = json.dumps({**self.tierfs_saved["state"], "best_model_checkpoint": None})
         scratch.run(lambda: scratch.write(TRAINER_STATE_NAME, state.encode()))
