@@ -7,16 +7,16 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
-from support import forked_flusher
+from support import forked_flusher, leftovers, opened
 
 from tierfs.repeated_warnings import forget_repeats
 from tierfs.session import tiers
-from tierfs.session.compose import open_tiers
 from tierfs.session.open import open_stores
 from tierfs.threads import Transfers
 
@@ -194,7 +194,7 @@ def memory_is_freed():
     """Delete what a test put into the memory filesystem: a module's stores come to a GiB."""
     earlier = set(MemoryFileSystem.store)
     yield
-    for key in MemoryFileSystem.store.keys() - earlier:
+    for key in set(MemoryFileSystem.store) - earlier:
         MemoryFileSystem.store.pop(key, None)
     _, resident, shared = map(int, Path("/proc/self/statm").read_text().split()[:3])
     if (resident - shared) * mmap.PAGESIZE > KEPT_BYTES:
@@ -220,16 +220,24 @@ def warnings_are_logged_in_each_test():
 
 
 @pytest.fixture(autouse=True)
-def stores_are_closed(request):
+def nothing_is_left(request, memory_is_freed):
+    """Fail a test that ends while something that it started still runs, unless it has the mark ``outlived``."""
+    before = leftovers.found()
+    yield
+    end, pause_s = time.monotonic() + leftovers.ENDS_S, 0.005
+    while (left := leftovers.found() - before) and time.monotonic() < end:
+        gc.collect()  # the traceback of an expected error, or a graph of autograd, may hold what a thread serves
+        time.sleep(pause_s)
+        pause_s = min(0.2, 2 * pause_s)
+    if left and request.node.get_closest_marker("outlived") is None:
+        pytest.fail(f"the test ended, and these still run: {', '.join(map(leftovers.named, left))}")
+
+
+@pytest.fixture(autouse=True)
+def stores_are_closed(request, nothing_is_left):
     """Close the stores that a test opened, before its `tmp_path` goes, so that its descriptors do not stay open."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")
     earlier = {id(store) for store in open_stores.values()}
     yield
-    for key, store in list(open_stores.items()):
-        if id(store) not in earlier:
-            del open_stores[key]
-            if store.tiers is not None:
-                store.tiers.close()
-                for kept in [key for key, of in open_tiers.items() if of is store.tiers]:
-                    del open_tiers[kept]
+    opened.close_stores(earlier)

@@ -57,9 +57,7 @@ def any_root(request, tmp_path):
     else:
         url = f"memory://dcp-{uuid.uuid4().hex}"
     tierfs.init(url)
-    yield f"tierfs::{url}"
-    if request.param == "memory":
-        fsspec.filesystem("memory").rm(url, recursive=True)
+    return f"tierfs::{url}"
 
 
 def state_of(seed, numbers=1000):

@@ -168,6 +168,7 @@ def test_parameters_and_their_views_are_kept(device, new):
     assert activations.stats()["offloaded"] == 0
 
 
+@pytest.mark.outlived  # autograd keeps the graph of a failed backward, and so the bytes and their threads
 def test_a_change_in_place_is_an_error_as_without_it(device, new):
     x = torch.randn(256, 256, requires_grad=True)
     for activations in (None, new("64MiB"), new("1MiB")):

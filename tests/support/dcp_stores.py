@@ -2,25 +2,18 @@
 
 import uuid
 
-import fsspec
 import pytest
 
 import tierfs
-from tierfs.session.open import open_store, open_stores
+from support.opened import close_stores
+from tierfs.session.open import open_store
 from tierfs.session.url import parse_url
 
 
 @pytest.fixture(autouse=True)
 def all_stores_are_closed(stores_are_closed):
     yield
-    close_all_stores()
-
-
-def close_all_stores():
-    while open_stores:
-        _, store = open_stores.popitem()
-        if store.tiers is not None:
-            store.tiers.close()
+    close_stores()
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +31,7 @@ def url():
     """The URL of a new store in memory."""
     url = f"memory://{uuid.uuid4().hex}"
     tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
+    return url
 
 
 @pytest.fixture

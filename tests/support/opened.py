@@ -10,9 +10,14 @@ import contextlib
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Any
 
 import pytest
+
+from tierfs.session.compose import open_tiers
+from tierfs.session.open import open_stores
+from tierfs.store import Store
 
 
 def descriptors() -> Counter[tuple[str, str]]:
@@ -43,7 +48,26 @@ def no_descriptors_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+_forgotten: list[dict[Any, Store]] = []
+"""The tables of open stores that tests put in the place of the process's."""
+
+
 def know_no_store(patch: pytest.MonkeyPatch) -> None:
     """Make this process know no open store and no local tiers, like a new process."""
-    patch.setattr("tierfs.session.open.open_stores", {})
+    _forgotten.append({})
+    patch.setattr("tierfs.session.open.open_stores", _forgotten[-1])
     patch.setattr("tierfs.session.compose.open_tiers", {})
+
+
+def close_stores(kept: Container[int] = ()) -> None:
+    """Close the open stores but those with the ``kept`` ids, and wait for the threads of their local tiers."""
+    for table in (open_stores, *_forgotten):
+        for key, store in list(table.items()):
+            if id(store) in kept:
+                continue
+            del table[key]
+            if store.tiers is not None:
+                store.tiers.close()
+                for each in [each for each, of in open_tiers.items() if of is store.tiers]:
+                    del open_tiers[each]
+    _forgotten.clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from support import dcp_stores
+from support import opened
 from support.waiting import HANG_S
 
 import tierfs
@@ -84,7 +84,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         for host in self.hosts:
             host.go_on()
             host.close()
-        dcp_stores.close_all_stores()
+        opened.close_stores()
         for host in self.hosts:
             host.kill()
         shutil.rmtree(self.directory, ignore_errors=True)  # a killed process may still be writing

@@ -203,6 +203,7 @@ def test_a_store_that_cannot_be_read_is_an_alarm(tmp_path):
         assert page.get("stores")["stores"][0]["error"] is None
 
 
+@pytest.mark.outlived  # the page's threads end with the process
 def test_a_port_in_use_and_wrong_arguments_are_errors(run, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

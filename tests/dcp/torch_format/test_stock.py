@@ -12,7 +12,6 @@ import tracemalloc
 import types
 import uuid
 
-import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,8 +55,7 @@ def url(monkeypatch):
     monkeypatch.setattr(os, "sync", lambda: None)
     url = f"memory://stock-{uuid.uuid4().hex}"
     tierfs.init(url)
-    yield f"tierfs::{url}"
-    fsspec.filesystem("memory").rm(url, recursive=True)
+    return f"tierfs::{url}"
 
 
 def state():

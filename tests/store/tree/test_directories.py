@@ -16,8 +16,7 @@ from tierfs.store.tree import directory
 def store():
     url = f"memory://{uuid.uuid4().hex}"
     tierfs.init(url)
-    yield open_store(parse_url(url))[0]
-    fsspec.filesystem("memory").rm(url, recursive=True)
+    return open_store(parse_url(url))[0]
 
 
 def test_directories_are_named_and_files_are_not(store):
