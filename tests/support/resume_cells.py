@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from tierfs.errors import TierfsError
-from tierfs.train import Manager, TrainState
+from tierfs.train import Manager, Replay, TrainState
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0", "save": ()}
@@ -519,6 +519,40 @@ def cell(content: str, root: str, *, kind: str = "state", how: str = "full", run
         with Manager(root, **OPTIONS) as run:
             more = {"kind": "any"} if how == "light" else {"only": ["model.*"]} if how == "only=" else {}
             return compared(second, before, lambda: run.restore(second.state(kind), **more))
+
+
+def replayed(content: str, root: str, kind: str) -> tuple[str, Any]:
+    """Log steps, and restore the newest one. ``ended``: the log ended aloud, and an earlier step came back exactly."""
+    make = CONTENTS[content]
+    options = {"save": [Replay(ring="4MiB", prove_every=2, elementwise=[CastMoments])], "ram": "64MiB", "nvme": "0"}
+    before = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = make(0)
+        try:
+            with Manager(root, **options) as run:
+                for step in range(1, STEPS + 4):
+                    first.step(step)
+                    run.step(step, first.state(kind))
+                    before[step] = {**first.told(), **first.generators()}
+                    run.wait()
+                if run.errors:
+                    return "refused", run.errors
+        except (TierfsError, ValueError, RuntimeError) as error:
+            return "refused", repr(error)
+        second = make(1)
+        with Manager(root, **options) as run:
+            try:
+                restored = run.restore(second.state(kind))
+            except (TierfsError, ValueError, RuntimeError) as error:
+                return "refused", repr(error)
+        if restored is None:
+            return "refused", run.errors
+        differ = differences(before[restored.step], {**second.told(), **second.generators()})
+    details = restored.step, restored.notes, restored.stopped, differ
+    if restored.notes:
+        return "noted", details
+    return ("silent" if differ else "equal" if restored.step == STEPS + 3 else "ended"), details
 
 
 def compared(made: Plain, before: dict[str, Any], restore: Callable[[], Any]) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 from support import resume_ranks
-from support.resume_cells import CONTENTS, OPTIONS, STEPS, cell, differences
+from support.resume_cells import CONTENTS, OPTIONS, STEPS, cell, differences, replayed
 from support.torch_ranks import run_world
 
 import tierfs
@@ -33,7 +33,7 @@ TABLE = table()
 def test_the_table_has_every_content():
     assert list(TABLE) == list(CONTENTS)
     cells = {each for row in TABLE.values() for each in row.values()}
-    assert cells == {"equal", "noted", "refused", NOT_RUN}
+    assert cells == {"equal", "noted", "ended", "refused", NOT_RUN}
 
 
 @pytest.mark.parametrize(("how", "column"), [("full", "full"), ("rollback", "rollback")])
@@ -42,6 +42,13 @@ def test_the_table_has_every_content():
 def test_one_process(content, kind, how, column, root):
     found, why = cell(content, root, kind=kind, how=how)
     assert found == TABLE[content][column], why
+
+
+@pytest.mark.parametrize("kind", ["state", "dict"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_replay(content, kind, root):
+    found, why = replayed(content, root, kind)
+    assert found == TABLE[content]["Replay"], why
 
 
 @pytest.mark.parametrize("how", ["light", "only="])
