@@ -409,9 +409,8 @@ class Generators(Plain):
     def make_model(self) -> Any:
         return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4))
 
-    def after(self, step: int) -> None:
-        with torch.no_grad():
-            self.model[0].bias.add_(random.random() + float(np.random.rand()))  # noqa: NPY002
+    def batch(self, step: int) -> torch.Tensor:
+        return super().batch(step) + random.random() + float(np.random.rand())  # noqa: NPY002
 
 
 class Loaded(Plain):
