@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -56,6 +57,54 @@ def test_replay(content, kind, root):
 def test_a_part_of_the_state_is_noted(content, how, root):
     found, why = cell(content, root, how=how)
     assert found in {"noted", TABLE[content]["full"]} - {"equal"}, why
+
+
+class Casting:
+    """An object that takes its tensor in another dtype, and says nothing."""
+
+    def __init__(self, size):
+        self.tensor = torch.rand(size)
+
+    def state_dict(self):
+        return {"tensor": self.tensor.clone()}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"].bfloat16().float()
+
+
+def test_a_restore_compares_what_it_is_asked_to(root, monkeypatch):
+    state = {"small": Casting(20), "large": Casting(200)}
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, state).wait()
+        [note] = run.restore(state).notes
+        assert note.startswith("2 values are not what was saved")
+        # The bound is far beyond what a test can hold.
+        monkeypatch.setattr("tierfs.train.restore.COMPARED_BYTES", 30_000)
+        state = {"small": Casting(20), "large": Casting(20_000)}
+        run.save(2, state).wait()
+        found = run.restore(state)
+        assert found.not_compared == ("large.tensor",)
+        assert found.notes == ("1 values are not what was saved: ['small.tensor of rank 0']",)
+        unseen = run.restore(state, verify=False)
+    assert unseen.is_exact
+    assert set(unseen.not_compared) == {"small.tensor", "large.tensor", "rank_0.tierfs.rng"}
+
+
+@pytest.mark.parametrize("damage", ["missing", "rubbish", "of another save"])
+def test_a_restore_without_a_record_is_not_called_exact(root, damage):
+    fs, path = fsspec.url_to_fs(root, ram="0", nvme="0")
+    state = {"weight": torch.ones(3)}
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, state).wait()
+        record = f"{path}/step_1/.record"
+        if damage == "missing":
+            fs.rm_file(record)
+        elif damage == "rubbish":
+            fs.pipe_file(record, b'{"save_id": "x", "ranks": 7')
+        else:
+            fs.pipe_file(record, json.dumps({**json.loads(fs.cat_file(record)), "save_id": "0" * 32}).encode())
+        [note] = run.restore(state).notes
+    assert "nothing shows whether the state is the saved one" in note
 
 
 @pytest.mark.parametrize("kind", ["state", "dict"])
