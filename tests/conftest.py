@@ -5,7 +5,6 @@ import gc
 import mmap
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -93,10 +92,6 @@ QUICK = (
     "ui/test_alarms.py",
 )
 
-# Shared memory, or where a container has little of it (Docker gives 64 MB), a disk: the tests of small shared memory make
-# their own.
-SHARED = "/dev/shm" if shutil.disk_usage("/dev/shm").total >= 2 << 30 else None
-
 # More private memory is given back after a test. A worker stays below 1.3 GB.
 KEPT_BYTES = 700 << 20
 
@@ -176,7 +171,7 @@ def state_of_its_own():
     with (
         # The flusher of a host that a test abandoned may still be making files.
         tempfile.TemporaryDirectory(prefix="tierfs-state-", ignore_cleanup_errors=True) as directory,
-        tempfile.TemporaryDirectory(prefix="tierfs-test-", dir=SHARED, ignore_cleanup_errors=True) as shared,
+        tempfile.TemporaryDirectory(prefix="tierfs-test-", dir=opened.SHARED, ignore_cleanup_errors=True) as shared,
     ):
         os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = directory, shared
         for name in ("TIERFS_CONFIG", "TIERFS_CREATE", "TIERFS_RAM", "TIERFS_NVME"):

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.opened import needs_fuse
 
 import tierfs
 from tierfs.cli import main
@@ -153,9 +154,8 @@ def confined(tmp_path):
     ],
     ids=["another device", "no right"],
 )
+@needs_fuse
 def test_a_mount_that_fails_is_not_called_ok(confined, tmp_path, url, script, words):
-    if not Path("/dev/fuse").exists():
-        pytest.skip("there is no /dev/fuse")
     _, out, _ = confined(script, "doctor", "--json")
     (check,) = [each for each in json.loads(out)["checks"] if each["name"] == "mount"]
     assert check["state"] == "note"

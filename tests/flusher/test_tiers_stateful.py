@@ -37,6 +37,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support.opened import SHARED
 from support.stepped_hosts import (
     CHUNK,
     Applied,
@@ -206,7 +207,7 @@ class TieredHosts(RuleBasedStateMachine):
         for module in (local_host, segment_file, nvme_batch):
             self.patch.setattr(module, "secrets", secrets)
         self.patch.setattr(slab, "time", SimpleNamespace(monotonic=self.clock.monotonic))
-        self.directory = Path(tempfile.mkdtemp(prefix="tierfs-stateful-", dir="/dev/shm"))
+        self.directory = Path(tempfile.mkdtemp(prefix="tierfs-stateful-", dir=SHARED))
         self.directory.chmod(0o700)
         self.changes = {}
         self.history = {}

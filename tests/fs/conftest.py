@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shutil
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from random import Random
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support import opened
 from support.waiting import HANG_S
 
 import tierfs
@@ -76,8 +76,7 @@ class Place:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = tempfile.mkdtemp(prefix="tierfs-test-", dir=parent)
+    directory = tempfile.mkdtemp(prefix="tierfs-test-", dir=opened.SHARED)
     yield directory
     _settle()
     shutil.rmtree(directory)

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from support.opened import needs_fuse
 
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.mount import attachment, mounting
@@ -118,6 +119,7 @@ def test_a_directory_that_is_not_in_the_store_is_refused(tmp_path, path, there, 
     assert mounting.mounted_at(tmp_path / "mnt") is None
 
 
+@needs_fuse
 def test_a_mount_makes_a_store_at_its_url(tmp_path, monkeypatch):
     monkeypatch.setenv("TIERFS_CREATE", "1")
     with pytest.raises(InvalidInputError, match="create the directory first"):  # after the store was opened

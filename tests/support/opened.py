@@ -9,15 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any
 
 import pytest
 
+from tierfs.mount.attachment import DEVICE
 from tierfs.session.compose import open_tiers
 from tierfs.session.open import open_stores
 from tierfs.store import Store
+
+SHARED = "/dev/shm" if shutil.disk_usage("/dev/shm").total >= 2 << 30 else None
+"""Where tests put what is to lie in memory; ``None`` is a disk, where a container has little shared memory.
+
+Docker gives 64 MB. The tests of small shared memory make their own.
+"""
+needs_fuse = pytest.mark.skipif(
+    not os.path.exists(DEVICE) or not os.stat(DEVICE).st_rdev or os.path.samestat(os.stat(DEVICE), os.stat(os.devnull)),
+    reason="there is no FUSE device here",
+)
 
 
 def descriptors() -> Counter[tuple[str, str]]:

@@ -160,22 +160,28 @@ class PowerLoss(Steps):
         self.undone = undone
         self.bytes = {}  # by inode
         self.names = {}  # by directory, then by name: inodes
+        self.held = contextlib.ExitStack()  # open files, whose inodes no later file gets
         fdatasync, fsync = os.fdatasync, os.fsync
 
         def flush(fd):
             fdatasync(fd)
             self.bytes[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+            self.held.callback(os.close, os.dup(fd))
 
         def flush_names(fd):
             fsync(fd)
             place = Path(os.readlink(f"/proc/self/fd/{fd}"))
-            self.names[place] = {entry.name: entry.inode() for entry in os.scandir(place) if entry.is_file()}
+            entries = [entry for entry in os.scandir(place) if entry.is_file()]
+            self.names[place] = {entry.name: entry.inode() for entry in entries}
+            for entry in entries:
+                self.held.callback(os.close, os.open(entry, os.O_RDONLY))
 
         monkeypatch.setattr(os, "fdatasync", flush)
         monkeypatch.setattr(os, "fsync", flush_names)
 
     def lose_power(self):
         """Leave of each file in the directories of chunks and drafts what is durable."""
+        self.held.close()
         for part in ("chunks", "drafts"):
             place = self.directory / "nvme" / part
             if not place.exists():
