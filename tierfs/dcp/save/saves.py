@@ -263,42 +263,10 @@ class StagedState(dict[str, Any]):
             _thread.read, _thread.state = self.save, weakref.ref(self)
         return super().items()
 
-    def values(self) -> Any:
-        self.wait()
-        return super().values()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.wait()
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.wait()
-        return super().__getitem__(key)
-
-    def pop(self, *arguments: Any) -> Any:
-        self.wait()
-        return super().pop(*arguments)
-
-    def popitem(self) -> tuple[str, Any]:
-        self.wait()
-        return super().popitem()
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self.wait()
-        return super().setdefault(key, default)
-
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
-    def __eq__(self, other: object) -> bool:
-        self.wait()
-        return super().__eq__(other)
-
     __hash__ = None  # as of a dict
-
-    def __repr__(self) -> str:
-        self.wait()
-        return super().__repr__()
 
     def __iter__(self) -> Any:
         # Defined so that `dict(...)`, `copy` and `**` call `__getitem__` instead of reading the table directly.
@@ -336,6 +304,20 @@ class StagedState(dict[str, Any]):
             file.abort()
             self.file = None
         return self.__reduce__()
+
+
+def _after_wait(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of dict that makes the content first."""
+
+    def call(state: StagedState, *arguments: Any) -> Any:
+        state.wait()
+        return method(state, *arguments)
+
+    return call
+
+
+for _name in ("values", "get", "__getitem__", "pop", "popitem", "setdefault", "__eq__", "__repr__"):
+    setattr(StagedState, _name, _after_wait(getattr(dict, _name)))
 
 
 def _move_to_shared(views: Sequence[torch.Tensor]) -> None:
