@@ -20,6 +20,7 @@ HTTP = "http://me:hidden@word@host:8080/store"
     [
         ("sftp://me:hidden@host/run", "sftp://me:***@host/run"),
         ("'tierfs::sftp://me:hid@den@host:22/run' is gone", "'tierfs::sftp://me:***@host:22/run' is gone"),
+        ("sftp://me@corp.org:hidden@host:22/run", "sftp://me@corp.org:***@host:22/run"),
         ("http://:hidden@host and ftp://me:hid?#den@host", "http://:***@host and ftp://me:***@host"),
         ("http://host:8080/me:you@there", "http://host:8080/me:you@there"),
         ("abfs://container@account/run:1@2", "abfs://container@account/run:1@2"),

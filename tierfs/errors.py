@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s]*@")  # compiled here: an exiting interpreter compiles none
+_PASSWORD = re.compile(r"(://[^/\s:]*):[^/\s]*@")  # compiled here: an exiting interpreter compiles none
 
 
 def without_passwords(text: str) -> str:
