@@ -1,4 +1,4 @@
-"""Read and write the metadata of torch's own writers, `FileSystemWriter` and `FsspecWriter`: a pickle.
+"""Read the metadata of torch's own writers, `FileSystemWriter` and `FsspecWriter`: a pickle.
 
 Reading runs nothing that the pickle names. Every global of it is replaced by a stand-in that only keeps a state. The
 stand-ins are made for one pickle. So a pickle can neither call nor change a class or function of torch. The stand-ins
