@@ -17,16 +17,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 
-import tierfs
 from tierfs.plugs.huggingface import attach
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # of other packages
-
-
-@pytest.fixture
-def url(tmp_path):
-    tierfs.init(f"file://{tmp_path}/store")
-    return f"tierfs::file://{tmp_path}/store/run"
 
 
 class Average:

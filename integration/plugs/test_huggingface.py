@@ -25,7 +25,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import tierfs
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.plugs.huggingface import TierCallback, attach, from_pretrained, save_pretrained
 from tierfs.train import Every, Latest, Manager
@@ -33,12 +32,6 @@ from tierfs.train import Every, Latest, Manager
 pytestmark = [pytest.mark.filterwarnings("default")]  # of other packages
 EXAMPLE = Path(__file__).parent / "huggingface_trainer.py"
 DEADLINE_S = 200
-
-
-@pytest.fixture
-def url(tmp_path):
-    tierfs.init(f"file://{tmp_path}/store")
-    return f"tierfs::file://{tmp_path}/store/run"
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import tyro
 from running import trained
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-import tierfs
 from tierfs.errors import InvalidInputError
 from tierfs.plugs.torchtitan import TierCheckpointManager
 from tierfs.train import Every
@@ -27,12 +26,6 @@ pytestmark = [pytest.mark.filterwarnings("default")]  # of torchtitan
 RUN = ("-m", "torch.distributed.run", "--standalone")
 EXAMPLE = Path(__file__).parent / "torchtitan_trainer.py"
 LAST = 23
-
-
-@pytest.fixture
-def url(tmp_path):
-    tierfs.init(f"file://{tmp_path}/store")
-    return f"tierfs::file://{tmp_path}/store/run"
 
 
 class Progress:

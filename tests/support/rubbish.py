@@ -2,6 +2,8 @@
 
 import json
 
+from tierfs.errors import TierfsError
+
 VALUES = {
     "null": b"null",
     "true": b"true",
@@ -52,3 +54,16 @@ def _text(document, changed, value):
     members = {json.dumps(name).encode(): json.dumps(member).encode() for name, member in document.items()}
     members[json.dumps(changed).encode()] = value
     return b"{" + b", ".join(name + b": " + text for name, text in members.items() if text is not None) + b"}"
+
+
+def outcomes(decode, document, error=TierfsError):
+    """Decode each text of `altered`. Yield its name, and the message of the only kind of error that it may end with."""
+    for name, text in altered(document):
+        try:
+            decode(text)
+        except error as raised:
+            yield name, str(raised)
+        except Exception as raised:
+            raise AssertionError(f"{name}: {raised!r:.200}") from raised
+        else:
+            yield name, ""

@@ -12,7 +12,6 @@ import torch
 from support.replay_cases import FEATURES, GROUP_AT, OPTIMIZERS, PAIRS, WAYS, Training
 from support.torch_ranks import zygote
 
-import tierfs
 from tierfs.checkpoint.notes import logged_steps
 from tierfs.cli import main
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
@@ -23,6 +22,7 @@ from tierfs.store import delete, level_of, load, stat, wait
 from tierfs.store import save as write
 from tierfs.train import Every, Manager, Replay, TrainState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"ram": "96MiB", "nvme": "0", "timeout": 60.0}
 STEPS = 12
 STOPPED = 9
@@ -44,22 +44,6 @@ def train(run, training, steps):
 def straight(*arguments, steps=STEPS):
     training = Training(*arguments)
     return [training.step(step) for step in range(steps)], training.content()
-
-
-@pytest.fixture
-def memory_root(tmp_path):
-    """The URL of a run in memory: the flusher is a thread, which starts sooner than a process."""
-    tierfs.init(f"memory://{tmp_path}/store")
-    return f"tierfs::memory://{tmp_path}/store/run"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("optimizer", "way"), PAIRS)

@@ -9,28 +9,14 @@ pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not in
 
 from support.replay_parts import CASES, LeftUnused, Loaded
 
-import tierfs
 from tierfs.train import Manager, Replay
 
-pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata calls it
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),  # torchdata calls it
+]
 OPTIONS = {"ram": "256MiB", "nvme": "0", "timeout": 60.0}
 STEPS, MADE = 12, 9
-
-
-@pytest.fixture
-def memory_root(tmp_path):
-    """The URL of a run in memory: the flusher is a thread, which starts sooner than a process."""
-    tierfs.init(f"memory://{tmp_path}/store")
-    return f"tierfs::memory://{tmp_path}/store/run"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def manager(root):
