@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from support.replay_parts import raw
 from tierfs.train import TrainState
 
 WIDTH = 12
@@ -101,14 +102,10 @@ class Training:
 
     def content(self) -> dict[str, Any]:
         """Return everything that decides how training goes on, to be compared bit for bit."""
-        found: dict[str, Any] = {"rng": torch.get_rng_state().numpy().tobytes()}
-        for name, each in self.model.state_dict().items():
-            found[name] = raw(each)
+        found: dict[str, Any] = {"rng": raw(torch.get_rng_state()), **raw(self.model.state_dict())}
         for at, each in enumerate(each for group in self.optimizer.param_groups for each in group["params"]):
             state = self.optimizer.state.get(each, {}) if each.requires_grad else {}
-            found[f"state {at}"] = {
-                key: raw(value) if isinstance(value, torch.Tensor) else value for key, value in sorted(state.items())
-            }
+            found[f"state {at}"] = raw(dict(state))
         found["groups"] = [
             {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
@@ -116,8 +113,3 @@ class Training:
             part = getattr(self, name)
             found[name] = None if part is None else part.state_dict()
         return found
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -512,13 +512,6 @@ class Unreduced(Accumulated):
         return super().loss(step)
 
 
-class Random(Small):
-    """Data that follows from the random generator."""
-
-    def batch(self, step):
-        return torch.randn(4, WIDTH)
-
-
 class Loaded(Small):
     def prepare(self):
         data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -601,5 +594,5 @@ class CompiledAll(Compiled):
 CASES = [
     Small, Teacher, TeacherByData, ReplacedTeacher, OneElement, LargeTeacher, Merged, MergedAndReset, ResetMoments,
     Resized, Tied, FrozenLater, Lazy, Half, Parametrised, Buffers, ExtraState, Ignoring, TensorState, Hooked, Options, Moments,
-    Accumulated, AccumulatedFirst, ZeroedLate, AccumulatedInOne, Random, Loaded, Averaged, Beside, Grown, Compiled, CompiledAll,
+    Accumulated, AccumulatedFirst, ZeroedLate, AccumulatedInOne, Loaded, Averaged, Beside, Grown, Compiled, CompiledAll,
 ]  # fmt: skip

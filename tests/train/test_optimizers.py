@@ -44,22 +44,6 @@ def same(first, second):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("wrap", [complete, as_dict])
-def test_moments_come_back_into_a_new_optimizer(root, wrap):
-    model = Heads()
-    optimizer = adam(model)
-    train(model, optimizer)
-    with Manager(root, **OPTIONS) as run:
-        run.save(1, wrap(model, optimizer))
-    expected = train(model, optimizer)
-    other = Heads()
-    resumed = adam(other)
-    with Manager(root, **OPTIONS) as run:
-        assert run.restore(wrap(other, resumed)).is_exact
-    assert resumed.state_dict()["state"].keys() == {0, 1}  # the head without gradients has no moments
-    assert same(train(other, resumed), expected)
-
-
 @pytest.mark.parametrize("only", [(), ("model.*", "optimizer.*")], ids=["whole", "by patterns"])
 @pytest.mark.parametrize("wrap", [complete, as_dict])
 def test_moments_come_back_where_gradients_are_left(root, wrap, only):
