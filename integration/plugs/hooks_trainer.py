@@ -10,6 +10,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from tierfs.plugs.huggingface import TierCallback
 
 
+def say(line):
+    sys.stdout.write(f"{line}\n")  # at once, where ranks share a pipe
+    sys.stdout.flush()
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -39,22 +44,29 @@ class Counting(Trainer):
         names = sorted(each.name for each in Path(resume_from_checkpoint).glob("samples-*"))
         mine = Path(resume_from_checkpoint, f"samples-{self.args.process_index}.json")
         self.samples = json.loads(mine.read_text()) if mine.exists() else 0
-        print("rank", self.args.process_index, "loaded", self.samples, "of", names, flush=True)
+        say(f"rank {self.args.process_index} loaded {self.samples} of {names}")
 
 
 class Writes(TrainerCallback):
     def on_save(self, args, state, control, **_):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if args.process_index == 0:
-            print("saved", sorted(each.name for each in folder.glob("*.json")), flush=True)
+            say(f"saved {sorted(each.name for each in folder.glob('*.json'))}")
 
 
-url, steps = sys.argv[1], int(sys.argv[2])
-torch.manual_seed(0)
-data = [{"x": torch.ones(4) * each, "labels": torch.tensor(float(each))} for each in range(64)]
-args = TrainingArguments(
-    "out", save_steps=4, max_steps=steps, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
-)
-trainer = Counting(Net(), args, train_dataset=data, callbacks=[TierCallback(url), Writes()])
-trainer.train()
-print("rank", args.process_index, "samples", trainer.samples, flush=True)
+if __name__ == "__main__":
+    url, steps = sys.argv[1], int(sys.argv[2])
+    torch.manual_seed(0)
+    data = [{"x": torch.ones(4) * each, "labels": torch.tensor(float(each))} for each in range(64)]
+    args = TrainingArguments(
+        "out",
+        save_steps=4,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Counting(Net(), args, train_dataset=data, callbacks=[TierCallback(url), Writes()])
+    trainer.train()
+    say(f"rank {args.process_index} samples {trainer.samples}")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed: docs/how-to/integration-tests.md")
 
 import fsspec
+from hooks_trainer import Net
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-import tierfs
 from tierfs.errors import FormatError, InvalidInputError
 from tierfs.plugs.huggingface import TierCallback
 from tierfs.plugs.scratch import Scratch
@@ -29,22 +30,6 @@ from tierfs.train.state import Wanted
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # of other packages
 EXAMPLE = Path(__file__).parent / "hooks_trainer.py"
-
-
-@pytest.fixture
-def url(tmp_path):
-    tierfs.init(f"file://{tmp_path}/store")
-    return f"tierfs::file://{tmp_path}/store/run"
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def forward(self, x=None, labels=None):
-        found = self.layer(x).squeeze(-1)
-        return {"loss": ((found - labels) ** 2).mean(), "logits": found}
 
 
 class Counting(Trainer):
@@ -386,3 +371,15 @@ def test_names_of_files_that_leave_the_directory_are_refused():
                 scratch.to_load(Wanted("full", about, [], []))
         finally:
             scratch.remove()
+
+
+def test_two_trainings_do_not_share_the_files_of_their_hooks(tmp_path):
+    one, other = Scratch(), Scratch()
+    one.make(str(tmp_path), "checkpoint-4")
+    with pytest.raises(InvalidInputError, match="checkpoint-4 is there"):
+        other.make(str(tmp_path), "checkpoint-4")
+    one.take()
+    shutil.rmtree(one.path)  # as another training does when it begins
+    other.make(str(tmp_path), "checkpoint-4")
+    with pytest.raises(InvalidInputError, match="was used by another training"):
+        one.take()

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierfs.checkpoint.retention import Best, SavedCheckpoint
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.pending.levels import Level
 
 logger = logging.getLogger("tierfs.plugs")
 
@@ -48,6 +49,18 @@ def say_loaded(url: str, step: int | None, level: str, saved_s: float, seconds: 
     what = url if step is None else f"step {step} from {url}"
     age = _span(time.time() - saved_s)
     logger.warning("tierfs: loaded %s: at the level %s, saved %s ago, in %.1f s", what, level, age, seconds)
+
+
+def say_files_loaded(fs: Any, url: str, step: int | None, names: Sequence[str], begun_s: float) -> None:
+    """Say the same of a checkpoint in these files, loaded since a monotonic time. If a look at them fails, say that."""
+    seconds = time.monotonic() - begun_s
+    try:
+        level = min(Level.parse(fs.ack(name)) for name in names).label
+        saved_s = max(fs.modified(name).timestamp() for name in names)
+    except (TierfsError, OSError) as error:
+        logger.warning("tierfs: loaded %s, and its level and age cannot be told: %s", url, error)
+    else:
+        say_loaded(url, step, level, saved_s, seconds)
 
 
 def _span(seconds: float) -> str:

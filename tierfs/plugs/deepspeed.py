@@ -17,8 +17,7 @@ from deepspeed import comm
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from tierfs.errors import NotFoundError
-from tierfs.host.pending.levels import Level
-from tierfs.plugs import announce, say_loaded
+from tierfs.plugs import announce, say_files_loaded
 
 
 def save_checkpoint(engine: Any, url: str, tag: str | None = None, *, ack: str | None = None, **options: Any) -> None:
@@ -56,9 +55,7 @@ def load_checkpoint(engine: Any, url: str, tag: str | None = None, **options: An
         names, begun = files.prepare(tag), time.monotonic()
         found, client_state = engine.load_checkpoint(files.directory, tag, **options)
         if found and comm.get_rank() == 0:
-            level = min(Level.parse(files.fs.ack(name)) for name in names).label
-            saved_s = max(files.fs.modified(name).timestamp() for name in names)
-            say_loaded(f"{url.rstrip('/')}/{tag}", engine.global_steps, level, saved_s, time.monotonic() - begun)
+            say_files_loaded(files.fs, f"{url.rstrip('/')}/{tag}", engine.global_steps, names, begun)
         return found and f"{url.rstrip('/')}/{tag}", client_state
 
 

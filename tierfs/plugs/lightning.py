@@ -34,7 +34,7 @@ from tierfs.checked_json import parse_object
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
-from tierfs.plugs import announce, checked_url, is_ours, say_loaded
+from tierfs.plugs import announce, checked_url, is_ours, say_files_loaded
 from tierfs.train.optimizers import as_saved
 from tierfs.train.position import generators, reseed, set_generators
 from tierfs.train.values import pack, unpack
@@ -85,8 +85,7 @@ class TierCheckpointIO(TorchCheckpointIO):
         if getattr(rank_zero_only, "rank", 0) == 0:
             fs, name = self.place(url)
             step = loaded.get("global_step", loaded.get("step")) if isinstance(loaded, dict) else None
-            saved_s = fs.modified(name + commit).timestamp()
-            say_loaded(os.fspath(url), step, fs.ack(name + commit), saved_s, time.monotonic() - begun)
+            say_files_loaded(fs, os.fspath(url), step, [name + commit], begun)
 
     def remove_checkpoint(self, path: Any) -> None:
         fs, name = self.place(path)

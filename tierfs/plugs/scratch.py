@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +24,7 @@ from tierfs.train.state import DictState, Wanted
 
 SECTION = "hook_files"
 MARK = ".tierfs-scratch"
-"""The file that tells a directory made here from one that the user needs."""
+"""Begins the name of the file that tells a directory made here from one that the user needs, or another training."""
 _LENGTHS = "hook_files"
 """The fact of `About` with the length of each file in bytes."""
 
@@ -37,7 +38,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._ranks = PartialState()
-        self.path = self._root = ""
+        self.path = self._root = self._mark = ""
         self._hosts = 1
         self._values: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
@@ -46,18 +47,19 @@ class Scratch:
         """Make an empty directory of this name in a directory; in a temporary one by default.
 
         Raises:
-            InvalidInputError: It is there already, and is not left over from a process that was killed.
+            InvalidInputError: It is there already.
             TierfsError: A host cannot make it.
         """
         place, problem = "", ""
+        self._mark = self._mark or f"{MARK}-{self._gathered(secrets.token_hex(8))[0]}"
         if self._ranks.is_local_main_process:
             try:
                 place = os.path.join(directory or tempfile.mkdtemp(prefix="tierfs-hooks-"), name)
                 os.makedirs(place, exist_ok=True)
-                if is_foreign(place):
+                if os.listdir(place) not in ([], [self._mark]):  # another host may share it
                     problem = f"{place} is there, but hooks need it: move it away, or take another output_dir"
                 else:
-                    Path(place, MARK).touch()
+                    Path(place, self._mark).touch()
             except OSError as error:
                 problem = f"a directory for hooks cannot be made: {error}"
         told = self._gathered((place, problem))
@@ -89,13 +91,16 @@ class Scratch:
         """Read the files of the directory, but some names. Each is saved once, by the first rank that sees it.
 
         Raises:
-            InvalidInputError: Hosts wrote different files of one name, or something is no regular file.
+            InvalidInputError: Hosts wrote different files of one name, something is no regular file, or another
+                training used the directory.
         """
         found: dict[str, tuple[int, str]] = {}
         problem = ""
         if self._ranks.is_local_main_process:
             try:
-                found = self._files({MARK, *leave_out})
+                found = self._files({self._mark, *leave_out})
+                if [each for each in os.listdir(self.path) if each.startswith(MARK)] != [self._mark]:
+                    problem = f"{self.path} was used by another training, too: take another output_dir"
             except (OSError, InvalidInputError) as error:
                 problem = str(error)
         told = self._gathered((found, problem))
@@ -139,12 +144,13 @@ class Scratch:
         self._values, self._lengths = {}, dict((wanted.about.state if wanted.about else {}).get(_LENGTHS, {}))
         if wanted.about is not None:
             self.path = os.path.join(self._root, f"checkpoint-{wanted.about.step}")
+        for name in self._lengths:  # on all ranks, which would wait for each other
+            if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name:
+                raise FormatError(f"the checkpoint has a file {name!r} of a hook, which leaves its directory")
         if not self._ranks.is_local_main_process:
             return {}
         os.makedirs(self.path, exist_ok=True)
         for name, length in self._lengths.items():
-            if not all(part not in {"", ".", ".."} for part in name.split("/")) or "\0" in name:
-                raise FormatError(f"the checkpoint has a file {name!r} of a hook, which leaves its directory")
             path = Path(self.path, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -210,7 +216,8 @@ class FilesAlone(WithFiles, DictState):
 
 def is_foreign(directory: str | os.PathLike[str]) -> bool:
     """Return whether a directory has files, and no `Scratch` made it."""
-    return any(Path(directory).iterdir()) and not Path(directory, MARK).exists()
+    names = os.listdir(directory)
+    return bool(names) and not any(each.startswith(MARK) for each in names)
 
 
 def _bytes_of(path: Path) -> torch.Tensor:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,44 +305,33 @@ class Stock(Trainer):
         else:
             super().save_model(output_dir, _internal_call)
 
-    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-        if not self.tierfs_leaves_out(output_dir):
-            super()._save(output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.tierfs_leaves_out(output_dir):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        if not self.tierfs_leaves_out(output_dir):
-            super()._save_scaler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if not self.tierfs_leaves_out(output_dir):
-            super()._save_rng_state(output_dir)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         if self.tierfs_found is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif self.tierfs_overrides("_load_from_checkpoint"):  # what follows there may use the weights
             self.tierfs_restore(_TrainerParts(self), only=names_in(self.model))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        if self.tierfs_found is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: Any) -> None:
-        if self.tierfs_found is None:
-            super()._load_scaler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: Any) -> None:
-        if self.tierfs_found is None:
-            super()._load_rng_state(checkpoint)
-
     def _load_best_model(self) -> None:
         if not self.tierfs_manager.stopping:
             step = self.state.best_global_step
             self.tierfs_manager.restore(self.tierfs_parts, step=step, only=names_in(self.model))
+
+
+def _stock(name: str, is_left_out: Callable[[Stock, Any], bool]) -> None:
+    """Give `Stock` a method that calls `Trainer`'s, unless tierfs saves or loads that for this directory."""
+
+    def method(self: Stock, directory: Any = None, *rest: Any, **more: Any) -> None:
+        directory = more.pop("output_dir", more.pop("checkpoint", directory))
+        if not is_left_out(self, directory):
+            getattr(super(Stock, self), name)(directory, *rest, **more)
+
+    setattr(Stock, name, method)
+
+
+for _name in ("_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+    _stock(_name, Stock.tierfs_leaves_out)
+for _name in ("_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
+    _stock(_name, lambda self, _: self.tierfs_found is not None)
 
 
 class _TrainerParts(WithFiles, TrainState):
