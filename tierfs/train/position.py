@@ -147,13 +147,6 @@ def reseed(*words: object) -> int:
     return seed
 
 
-def buffers_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the buffers of a module and those in it: the path, the buffer, and whether the module's state has it."""
-    for path, each in module.named_modules():
-        for name, buffer in each.named_buffers(recurse=False):
-            yield f"{path}.{name}", buffer, name not in each._non_persistent_buffers_set
-
-
 class ModuleBuffers:
     """The buffers of modules, as far as they are no shards. Each rank changes its own, as batch norm does.
 
@@ -166,11 +159,12 @@ class ModuleBuffers:
 
     def _of(self, *, is_saved: bool) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
-        for name, buffer, is_its in (each for module in self._modules for each in buffers_of(module)):
-            if is_its is is_saved and id(buffer) not in seen:
-                seen.add(id(buffer))
-                if type(buffer) in {torch.Tensor, nn.Buffer} and has_digest(buffer):
-                    yield name, buffer.detach()
+        for path, module in (pair for each in self._modules for pair in each.named_modules()):
+            for name, buffer in module.named_buffers(recurse=False):
+                if (name not in module._non_persistent_buffers_set) is is_saved and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    if type(buffer) in {torch.Tensor, nn.Buffer} and has_digest(buffer):
+                        yield f"{path}.{name}", buffer.detach()
 
     def to_save(self) -> dict[str, Any]:
         """Return a copy of this rank's buffers as bytes; nothing if there is only one rank, or no buffer."""

@@ -69,28 +69,7 @@ class Wanted:
         return {key: value for key, value in values.items() if f"{section}.{key}" in self._saved}
 
 
-class _Modules:
-    """The parts of a state that its modules and optimizers have."""
-
-    modules: Mapping[str, nn.Module]
-    optimizers: Sequence[torch.optim.Optimizer]
-
-    def unsaved(self) -> dict[str, Any]:
-        """Return copies of what training also depends on, and no checkpoint holds. A restore compares it."""
-        return self._buffers.unsaved()
-
-    @property
-    def _buffers(self) -> ModuleBuffers:
-        return ModuleBuffers(self.modules.values())
-
-    def _gradients(self) -> dict[str, Any]:
-        return gradients_of(self.optimizers, self.modules.values())
-
-    def _drop_gradients(self, wanted: Wanted) -> list[str]:
-        return drop_gradients(self.optimizers, self.modules.values()) if wanted.has_all() else []
-
-
-class TrainState(_Modules):
+class TrainState:
     """The complete state of a training run on this rank. `Manager.save` copies it, `Manager.restore` loads it in place.
 
     Pass each of optimizer, scheduler and dataloader, or ``None`` if the run has none. If you forget one, the first save
@@ -139,16 +118,10 @@ class TrainState(_Modules):
     @property
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group of each optimizer."""
-        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
-    def modules(self) -> dict[str, nn.Module]:  # type: ignore[override]  # a state may get others
-        """The model, by its name in a checkpoint."""
-        return {"model": self.model}
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
-        """The optimizers, in order."""
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self.optimizer is MISSING else items_of(self.optimizer)
 
     def check(self) -> None:
@@ -168,14 +141,14 @@ class TrainState(_Modules):
                         f"the {name}, a {type(each).__name__}, lacks state_dict() or load_state_dict(){hint}"
                     )
         parameters = {id(each) for each in self.model.parameters()}
-        for each in self.optimizers:
+        for each in self._optimizers:
             outside = [p for group in each.param_groups for p in group["params"] if id(p) not in parameters]
             if outside:
                 raise InvalidInputError(
                     f"the optimizer, a {type(each).__name__}, has {len(outside)} parameters that are not the model's, the "
                     f"first of shape {list(outside[0].shape)}: make them part of the model, or pass a dict as the state"
                 )
-        is_scheduled = any("initial_lr" in group for each in self.optimizers for group in each.param_groups)
+        is_scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
         if is_scheduled and self.scheduler is None:
             raise InvalidInputError(
                 "the optimizer has a scheduler, but TrainState has scheduler=None: pass the scheduler"
@@ -195,34 +168,43 @@ class TrainState(_Modules):
         self.step = step
         values = self.values(kind)
         check_values(values)
-        return values, {"epoch": self.epoch, "lr": self.learning_rates, **self._gradients()}
+        gradients = gradients_of(self._optimizers, [self.model])
+        return values, {"epoch": self.epoch, "lr": self.learning_rates, **gradients}
 
     def values(self, kind: str) -> dict[str, Any]:
         """Return the values that `to_save` saves, as they are now. A collective if the model is sharded."""
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
-        if kind == "full" and self.optimizers:
-            values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self.optimizers)
+        if kind == "full" and self._optimizers:
+            values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
         values["scheduler"] = [pack(each.state_dict()) for each in items_of(self.scheduler)]
         own: dict[str, Any] = self._buffers.to_save()
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
-            values["extra"] = {name: state_of(value) for name, value in self.extra.items()}
+            values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
             own["loader"] = pack(positions(items_of(self.dataloader)))
         own["rng"] = pack(generators())  # last: a loader may make its iterator for its state, and draw a number for it
         values[_own()] = own
         return values
 
+    def unsaved(self) -> dict[str, Any]:
+        """Return copies of what training also depends on, and no checkpoint holds. A restore compares it."""
+        return self._buffers.unsaved()
+
+    @property
+    def _buffers(self) -> ModuleBuffers:
+        return ModuleBuffers([self.model])
+
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded."""
         kind, about = wanted.kind, wanted.about
         values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
-        if kind == "full" and self.optimizers and wanted.has(FULL_ONLY):
-            values["optimizer"] = _joined(self._optimizer_to_load(each, wanted) for each in self.optimizers)
+        if kind == "full" and self._optimizers and wanted.has(FULL_ONLY):
+            values["optimizer"] = _joined(self._optimizer_to_load(each, wanted) for each in self._optimizers)
         values["scheduler"] = ["" for _ in items_of(self.scheduler)]
         own: dict[str, Any] = {"rng": ""}
         if kind == "full":
             values["scaler"] = ""
-            values["extra"] = {name: state_of(value) for name, value in self.extra.items()}
+            values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
             own["loader"] = ""
         if about is None or about.world_size == _world_size():
             values[_own()] = {**own, **self._buffers.to_load(is_saved=wanted.was_saved(f"{_own()}.{BUFFERS}"))}
@@ -254,7 +236,9 @@ class TrainState(_Modules):
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
         light = about is not None and about.kind == "light"
         notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
-        return notes + self._drop_gradients(wanted) + _not_saved(about) + self._take_own(values, wanted)
+        if wanted.has_all():
+            notes += drop_gradients(self._optimizers, [self.model])
+        return notes + _not_saved(about) + self._take_own(values, wanted)
 
     def _take_own(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
@@ -298,7 +282,7 @@ class TrainState(_Modules):
     def _set_optimizers(self, values: Mapping[str, Any]) -> None:
         """Set the state of each optimizer. A parameter without saved state, which no step has used, gets none."""
         groups = iter(values["param_groups"])
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             own = [next(groups) for _ in optimizer.param_groups]
             names = {name for group in own for name in group["params"]}
             state = {name: each for name, each in values["state"].items() if name in names}
@@ -308,7 +292,7 @@ class TrainState(_Modules):
                 )
 
 
-class DictState(_Modules):
+class DictState:
     """A user's dict of tensors, plain values and objects with ``state_dict``, with the interface of `TrainState`.
 
     This rank's random generators and buffers are saved beside the entries.
@@ -325,11 +309,14 @@ class DictState(_Modules):
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         values = self.values(kind)
         check_values(values)
-        return values, self._gradients()
+        return values, gradients_of(self._optimizers, self._modules)
 
     def values(self, kind: str) -> dict[str, Any]:
-        values = {name: state_of(value) for name, value in self._of_kind(kind)}
+        values = {name: _state_of(value) for name, value in self._of_kind(kind)}
         return {**values, self._beside: {**self._buffers.to_save(), "rng": pack(generators())}}
+
+    def unsaved(self) -> dict[str, Any]:
+        return self._buffers.unsaved()
 
     @property
     def _beside(self) -> str:
@@ -337,12 +324,16 @@ class DictState(_Modules):
         return f"{_own()}.tierfs"
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]  # a state may get others
+    def _buffers(self) -> ModuleBuffers:
+        return ModuleBuffers(self._modules)
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
 
     @property
-    def modules(self) -> dict[str, nn.Module]:  # type: ignore[override]
-        return {name: each for name, each in self.entries.items() if isinstance(each, nn.Module)}
+    def _modules(self) -> list[nn.Module]:
+        return [each for each in self.entries.values() if isinstance(each, nn.Module)]
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         values = {}
@@ -356,7 +347,7 @@ class DictState(_Modules):
                 values[name] = value.state_dict()
                 values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
             else:
-                values[name] = state_of(value)
+                values[name] = _state_of(value)
         return {**values, **self._own_to_load(wanted)}
 
     def _own_to_load(self, wanted: Wanted) -> dict[str, Any]:
@@ -376,10 +367,12 @@ class DictState(_Modules):
         self._buffers.loaded(own)
         missing = sorted(self.entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
-        notes += _not_saved(about) + self._drop_gradients(wanted)
+        notes += _not_saved(about)
+        if wanted.has_all():
+            notes += drop_gradients(self._optimizers, self._modules)
         if "rng" in own:
             for value in self.entries.values():
-                state_of(value)  # a loader may make its iterator for its state, and draw a number for it
+                _state_of(value)  # a loader may make its iterator for its state, and draw a number for it
             return notes + set_generators(unpack(own["rng"], "rng"))
         return notes + (_reseeded(about) if about is not None and wanted.has_all() else [])
 
@@ -426,8 +419,7 @@ def _reseeded(about: About) -> list[str]:
     return [f"{ranks}: random generators cannot be restored, and are {seeded}"]
 
 
-def state_of(value: Any) -> Any:
-    """Return what is saved of a value: its own state if it has one."""
+def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 

@@ -27,7 +27,7 @@ from tierfs.train.replay.parts import REST, local
 from tierfs.train.values import pack, unpack
 
 
-def gradients_in(
+def gradients_of(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
     """Return the tensors of an optimizer's gradients by name, and their forms for `StepFacts.events`.

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tierfs.digest import checksum
 from tierfs.train.optimizers import gradients_of, parameters_of
-from tierfs.train.position import buffers_of, generators, positions, set_generators, set_positions
+from tierfs.train.position import generators, positions, set_generators, set_positions
 from tierfs.train.replay.sample import Sample, inner, versions
-from tierfs.train.state import DictState, TrainState, items_of, state_of
+from tierfs.train.state import DictState, TrainState, items_of
 from tierfs.train.values import digests_of, pack
 
 REST = "rest:"
@@ -84,7 +84,14 @@ class Parts:
         self._added = {place: names for place, each in self._modules.items() if (names := _added_by_hooks(each))}
 
     def _take(self, state: TrainState | DictState) -> None:
-        self.state, self._modules, self.optimizers = state, state.modules, state.optimizers
+        self.state = state
+        if isinstance(state, DictState):
+            values = state.entries
+            self._modules = {name: value for name, value in values.items() if isinstance(value, nn.Module)}
+            self.optimizers = [value for value in values.values() if isinstance(value, torch.optim.Optimizer)]
+        else:
+            self._modules = {"model": state.model}
+            self.optimizers = items_of(state.optimizer)
 
     @property
     def _extra(self) -> Mapping[str, Any]:
@@ -197,14 +204,17 @@ class Parts:
                     each.reshard()  # a model that has no backward pass stays whole after its forward pass
             for name, parameter in module.named_parameters():
                 take(f"{SELDOM}{place}.{name}", parameter)
-            for name, buffer, is_saved in buffers_of(module):
-                take(f"{BUFFER if is_saved else SELDOM}{place}.{name}", buffer)
+            for inner_place, each in module.named_modules():
+                for name, buffer in each._buffers.items():
+                    if buffer is not None:
+                        kind = SELDOM if name in each._non_persistent_buffers_set else BUFFER
+                        take(f"{kind}{place}.{inner_place}.{name}", buffer)
         state = {path: _mapped(each.get_extra_state(), f"{STATE}{path}", take) for path, each in self._stateful()}
         hooks: dict[str, Any] = {}
         for place, names in self._added.items():
             found = self._modules[place].state_dict(keep_vars=True)
             hooks[place] = {name: _mapped(found.get(name), f"{HOOK}{place}.{name}", take) for name in names}
-        extra = {name: _mapped(state_of(each), f"{EXTRA}{name}", take) for name, each in self._extra.items()}
+        extra = {name: _mapped(_content(each), f"{EXTRA}{name}", take) for name, each in self._extra.items()}
         return {"extra state": state, "hooks": hooks, "extra": extra}, tensors
 
     def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
@@ -307,6 +317,10 @@ def _added_by_hooks(module: nn.Module) -> list[str]:
     known = {id(each) for each in (*module.parameters(), *module.buffers())}
     names = [name for name, value in found.items() if id(value) not in known]
     return [name for name in names if name.rpartition(".")[2] != _EXTRA_STATE]
+
+
+def _content(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _mapped(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:

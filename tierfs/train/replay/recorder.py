@@ -39,7 +39,7 @@ from tierfs.store import Store, delete
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
 from tierfs.train.optimizers import parameters_of
-from tierfs.train.replay.logged_file import StepFacts, commit_log, gradients_in
+from tierfs.train.replay.logged_file import StepFacts, commit_log, gradients_of
 from tierfs.train.replay.others import ALL, Others
 from tierfs.train.replay.parts import Parts, groups_of, kind_of
 from tierfs.train.replay.policy import Replay
@@ -233,7 +233,7 @@ class Recorder:
             self._end("a parameter was added to the optimizer")
             return
         prefix = f"{len(self._events)}:" if self._events else ""
-        tensors, forms = gradients_in(optimizer, parts.names, prefix)
+        tensors, forms = gradients_of(optimizer, parts.names, prefix)
         try:
             taken = tensors if self._same[0] == self.world.rank else []
             file = self._open_file()
