@@ -27,7 +27,6 @@ from tierfs.errors import FormatError, InvalidInputError, TierfsError
 
 TENSOR, VALUE = "t", "v"
 """The first letter of a digest: of a tensor, or of another value."""
-_SETS = (set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -36,11 +35,16 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)) and any(isinstance(inner, (Mapping, list, torch.Tensor)) for inner in value):
+    elif isinstance(value, list) and _has_leaves(value):
         for index, inner in enumerate(value):
             yield from leaves(inner, f"{path}.{index}")
     else:
         yield path, value
+
+
+def _has_leaves(value: Any) -> bool:
+    """Return whether the planners divide a value: a mapping, or a list that holds one or a tensor, but no tuple."""
+    return isinstance(value, (Mapping, torch.Tensor)) or (isinstance(value, list) and any(map(_has_leaves, value)))
 
 
 def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
@@ -104,12 +108,15 @@ def digest_of(value: Any) -> str | None:
         return VALUE + _of(
             repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
         )
-    return VALUE + _of(pack(value) if type(value) in _SETS else repr(value), memoryview(b""))
+    return VALUE + _of(pack(value) if type(value) is set else repr(value), memoryview(b""))
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, text, bytes or ``None``, or a list, tuple or set of such values only."""
-    return type(value) in _PLAIN or (type(value) in {list, tuple, *_SETS} and all(map(is_plain, value)))
+    """Return whether a value is a number, text, bytes or ``None``, or a list, tuple or set of such values only.
+
+    A frozenset is none: `TierLoadPlanner` does not load it by default.
+    """
+    return type(value) in _PLAIN or (type(value) in {list, tuple, set} and all(map(is_plain, value)))
 
 
 def _of(kind: str, data: memoryview) -> str:
