@@ -240,12 +240,13 @@ class Prover:
 
 def history_in(record: Mapping[str, Any] | None, rank: int) -> list[tuple[int, dict[str, float]]]:
     """Return the metrics that a rank recorded at the steps up to a save, the oldest first."""
-    history = (record or {}).get("history") or []
-    if rank >= len(history):
-        return []
-    return [
-        (int(step), {name: float.fromhex(value) for name, value in values.items()}) for step, values in history[rank]
-    ]
+    try:
+        return [
+            (int(step), {name: float.fromhex(value) for name, value in values.items()})
+            for step, values in (record or {})["history"][rank]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+        return []  # nothing was recorded, or nothing valid
 
 
 def encode_history(history: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, dict[str, str]]]:
