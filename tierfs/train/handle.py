@@ -156,6 +156,7 @@ class SaveOrder:
         overwrite: Whether the save may replace a checkpoint of this step with different content.
         staged: A copy of the state, which training does not change.
         unsaved: A copy of what a restore compares, and no checkpoint holds.
+        said: Facts about the state, such as its epoch, as `About.state` has them.
         problem: The reason why the state could not be copied; ``None`` if it was.
     """
 
@@ -166,6 +167,7 @@ class SaveOrder:
     overwrite: bool
     staged: Mapping[str, Any] = field(default_factory=dict)
     unsaved: Mapping[str, Any] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
 
 

@@ -309,10 +309,10 @@ class Manager:
         try:
             chain = self._log.before_save(step, parts) if self._log is not None and kind == "full" else {}
             with self._unlogged():
-                values, said = parts.to_save(step, kind)
+                values, order.said = parts.to_save(step, kind)
             costs = self._decider.timer.blocked_s, self._saves.save_s
             order.unsaved = parts.unsaved()
-            about = About(step, kind, self._world.size, self._course.run, *costs, {**said, **chain})
+            about = About(step, kind, self._world.size, self._course.run, *costs, {**order.said, **chain})
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - reported to the other ranks

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+HAS_GRADIENTS = "has_gradients"
+"""The fact about a state, among those of `About`, that there were gradients which no step had used."""
 _USED = "_tierfs_used"
 """The attribute of a gradient that has its version at the last step of an optimizer."""
 
@@ -112,7 +114,7 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[
     modules = list(modules)
     unused = (each for each in _gradients(_all_of(optimizers, modules)) if getattr(each, _USED, None) != each._version)
     has_some = any(bool(each.any()) for each in unused) or any(map(_waits_in_fsdp, modules))
-    return {"has_gradients": True} if has_some else {}
+    return {HAS_GRADIENTS: True} if has_some else {}
 
 
 def drop_gradients(optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from tierfs.digest import checksum
@@ -152,19 +153,21 @@ class ModuleBuffers:
 
     A checkpoint holds one copy of a value that several ranks have. So each of several ranks saves the bytes of its own
     buffers once more, one after the other in one tensor.
+
+    ``modules`` has each module under a name of its own.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
 
     def _of(self, *, is_saved: bool) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
-        for path, module in (pair for each in self._modules for pair in each.named_modules()):
+        for path, module in (pair for name, each in self._modules.items() for pair in each.named_modules(prefix=name)):
             for name, buffer in module.named_buffers(recurse=False):
                 if (name not in module._non_persistent_buffers_set) is is_saved and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    if type(buffer) in {torch.Tensor, nn.Buffer} and has_digest(buffer):
-                        yield f"{path}.{name}", buffer.detach()
+                    if has_digest(buffer) and (type(buffer) in {torch.Tensor, nn.Buffer} or not is_saved):
+                        yield f"{path}.{name}".removeprefix("."), buffer.detach()
 
     def to_save(self) -> dict[str, Any]:
         """Return a copy of this rank's buffers as bytes; nothing if there is only one rank, or no buffer."""
@@ -182,16 +185,42 @@ class ModuleBuffers:
             taken, rest = rest[: each.nbytes], rest[each.nbytes :]
             each.copy_(taken.clone().to(each.device).view(each.dtype).view(each.shape))
 
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the modules' parameters, each once with its name, in which nothing tells whether it was compiled."""
+        named = (pair for name, each in self._modules.items() for pair in each.named_parameters(prefix=name))
+        seen: set[int] = set()
+        for name, each in named:
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield name.replace("_orig_mod.", ""), each
+
+    def left_out(self) -> list[str]:
+        """Return the names of parameters and persistent buffers that the ``state_dict`` of their module leaves out."""
+        found = []
+        for place, module in self._modules.items():
+            if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+                continue  # its state is a copy of the parameters, made by all ranks
+            state = module.state_dict()
+            held = {_address_of(each) for each in state.values() if isinstance(each, torch.Tensor)}
+            own = {**dict(module.named_parameters()), **dict(ModuleBuffers({"": module})._of(is_saved=True))}
+            found += [
+                f"{place}.{name}" for name, each in own.items() if name not in state and _address_of(each) not in held
+            ]
+        return found
+
     def unsaved(self) -> dict[str, Any]:
         """Return copies of the buffers that are not persistent, and the names of the parameters that need no gradient."""
-        named = (pair for each in self._modules for pair in each.named_parameters())
-        frozen = sorted(name for name, each in named if not each.requires_grad)
+        frozen = sorted(name for name, each in self.parameters() if not each.requires_grad)
         buffers = {f"the buffer {name}": each.clone() for name, each in self._of(is_saved=False)}
         return {**buffers, FROZEN: repr(frozen)} if self._modules else {}
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 
 def _has_others() -> bool:

@@ -89,8 +89,9 @@ OTHER = "are not what was saved"
 UNKNOWN = "have types that cannot be compared with what was saved"
 NEW = "were not saved"
 UNSAVED = "are in no checkpoint, and were others at the save"
+LEFT_OUT = "are in no checkpoint: the state_dict() of their module leaves them out"
 LOST = "are in the checkpoint, and did not come into the state"
-WHY_DIFFERENT = (OTHER, LOST, UNKNOWN, NEW, UNSAVED)
+WHY_DIFFERENT = (OTHER, LOST, UNKNOWN, NEW, UNSAVED, LEFT_OUT)
 """The outcomes of a comparison that make a restore inexact."""
 
 
@@ -343,6 +344,11 @@ class Restorer:
             live = dict(leaves(parts.values(kind)))
         except TierfsError as error:
             return _Compared([f"the state of rank {rank} cannot be compared with the saved one: {error}"])
+
+        def digests_at(name: str) -> set[str]:
+            """Return the digest that this rank recorded; if another rank saved the value for it, those of the others."""
+            return {each[name] for each in ([ranks[rank]] if name in ranks[rank] else ranks) if name in each}
+
         found = _Compared()
         loaded = [name for name in live if wanted.is_loaded(name) and name not in planner.converted]
         left = COMPARED_BYTES
@@ -353,14 +359,15 @@ class Restorer:
                 found.differ[UNKNOWN].append(name)
             elif left < 0:
                 found.not_compared.append(name)
-            elif name in ranks[rank] and digest_of(value) != ranks[rank][name]:
-                found.differ[OTHER].append(name)
+            elif digest_of(value) not in (saved := digests_at(name)):
+                found.differ[OTHER if saved else UNKNOWN].append(name)
         known = live.keys() | planner.not_loaded
         found.differ[LOST] += [name for name in ranks[rank] if wanted.is_loaded(name) and name not in known]
         if wanted.has_all():
             found.differ[NEW] += [name for name in live if name not in wanted.names]
+            found.differ[LEFT_OUT] += parts.held.buffers.left_out()
             then, now = unsaved[rank] if len(unsaved) == len(ranks) else {}, digests_of(parts.unsaved())
-            found.differ[UNSAVED] += [name for name in {**then, **now} if then and now.get(name) != then.get(name)]
+            found.differ[UNSAVED] += [name for name in {**then, **now} if now.get(name) != then.get(name)]
         return found
 
     def _read_bytes(self) -> Mapping[str, int]:

@@ -29,6 +29,7 @@ from tierfs.store import while_reachable
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World, reason_of
 from tierfs.train.handle import Health, SaveHandle, SaveOrder
+from tierfs.train.optimizers import HAS_GRADIENTS
 from tierfs.train.policies import Context
 from tierfs.train.proof import encode_history
 from tierfs.train.restore import Restored
@@ -382,7 +383,10 @@ class SaveThread:
         return damage, ""
 
     def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
-        """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
+        """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write.
+
+        It may write the same content with other facts beside it, such as the epoch.
+        """
         step = order.handle.step
 
         def look() -> str:
@@ -390,7 +394,12 @@ class SaveThread:
                 return ""
             there = self._run.record_of(step)
             ranks = there.get("ranks") if there is not None else None
-            return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"
+            if there is None or not ranks or first_difference(ranks, record["ranks"]):
+                return "other"
+            about = self._run.about(self._run.checkpoint(step))
+            said = about.state if about is not None else {}
+            facts = [[each.get(name) for name in ("epoch", HAS_GRADIENTS)] for each in (said, order.said)]
+            return "same" if facts[0] == facts[1] and there.get("unsaved") == record["unsaved"] else ""
 
         try:
             return "" if order.overwrite else while_reachable(self._run.open()[0], look)

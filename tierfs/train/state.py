@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING
@@ -21,12 +22,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.optimizers import as_saved, complete_state, drop_gradients, gradients_of, unchanged
+from tierfs.train.optimizers import (
+    HAS_GRADIENTS,
+    as_saved,
+    complete_state,
+    drop_gradients,
+    gradients_of,
+    parameters_of,
+    unchanged,
+)
 from tierfs.train.position import BUFFERS, ModuleBuffers, generators, positions, reseed, set_generators, set_positions
 from tierfs.train.run import OWN, About
 from tierfs.train.values import check_values, pack, unpack
 
 _logger = logging.getLogger("tierfs.train")
+_KINDS = (nn.Module, torch.optim.Optimizer)
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
 NO_GRADIENTS = "the save was in the middle of a gradient accumulation: gradients are not saved"
@@ -67,6 +77,37 @@ class Wanted:
     def saved_in(self, section: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return those values of a section for which something was saved."""
         return {key: value for key, value in values.items() if f"{section}.{key}" in self._saved}
+
+
+class Held:
+    """The modules and optimizers among named values of a state. A value that is neither may have them as attributes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        found: dict[int, tuple[str, Any]] = {}
+        for name, value in values.items():
+            is_other = not isinstance(value, _KINDS) and hasattr(value, "load_state_dict")
+            inner = {f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()} if is_other else {name: value}
+            found |= {id(each): (key, each) for key, each in inner.items() if id(each) not in found}
+        self._modules = {name: each for name, each in found.values() if isinstance(each, nn.Module)}
+        self._optimizers = {name: each for name, each in found.values() if isinstance(each, torch.optim.Optimizer)}
+        self.buffers = ModuleBuffers(self._modules)
+
+    def gradients(self) -> dict[str, Any]:
+        """See `gradients_of`."""
+        return gradients_of(self._optimizers.values(), self._modules.values())
+
+    def drop_gradients(self) -> list[str]:
+        """See `drop_gradients`."""
+        return drop_gradients(self._optimizers.values(), self._modules.values())
+
+    def unsaved(self) -> dict[str, Any]:
+        """Return what `ModuleBuffers.unsaved` does, and which parameters each optimizer has, in its order."""
+        names = {id(each): name for name, each in self.buffers.parameters()}
+        orders = {
+            f"the order of parameters of {name}": repr([names.get(id(p)) for p in parameters_of(each)])
+            for name, each in self._optimizers.items()
+        }
+        return {**self.buffers.unsaved(), **orders}
 
 
 class TrainState:
@@ -141,11 +182,21 @@ class TrainState:
                         f"the {name}, a {type(each).__name__}, lacks state_dict() or load_state_dict(){hint}"
                     )
         parameters = {id(each) for each in self.model.parameters()}
+        owned = Counter(id(p) for each in self._optimizers for group in each.param_groups for p in group["params"])
         for each in self._optimizers:
+            kind = type(each).__name__
+            if each.state_dict().keys() != {"state", "param_groups"} or not all(map(torch.is_tensor, each.state)):
+                raise InvalidInputError(
+                    f"the optimizer, a {kind}, has state that belongs to no parameter: pass a dict as the state"
+                )
+            if any(owned[id(p)] > 1 for group in each.param_groups for p in group["params"]):
+                raise InvalidInputError(
+                    f"another optimizer has parameters of the optimizer, a {kind}, too: pass a dict as the state"
+                )
             outside = [p for group in each.param_groups for p in group["params"] if id(p) not in parameters]
             if outside:
                 raise InvalidInputError(
-                    f"the optimizer, a {type(each).__name__}, has {len(outside)} parameters that are not the model's, the "
+                    f"the optimizer, a {kind}, has {len(outside)} parameters that are not the model's, the "
                     f"first of shape {list(outside[0].shape)}: make them part of the model, or pass a dict as the state"
                 )
         is_scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
@@ -168,8 +219,7 @@ class TrainState:
         self.step = step
         values = self.values(kind)
         check_values(values)
-        gradients = gradients_of(self._optimizers, [self.model])
-        return values, {"epoch": self.epoch, "lr": self.learning_rates, **gradients}
+        return values, {"epoch": self.epoch, "lr": self.learning_rates, **self.held.gradients()}
 
     def values(self, kind: str) -> dict[str, Any]:
         """Return the values that `to_save` saves, as they are now. A collective if the model is sharded."""
@@ -177,7 +227,7 @@ class TrainState:
         if kind == "full" and self._optimizers:
             values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
         values["scheduler"] = [pack(each.state_dict()) for each in items_of(self.scheduler)]
-        own: dict[str, Any] = self._buffers.to_save()
+        own: dict[str, Any] = self.held.buffers.to_save()
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
@@ -188,11 +238,13 @@ class TrainState:
 
     def unsaved(self) -> dict[str, Any]:
         """Return copies of what training also depends on, and no checkpoint holds. A restore compares it."""
-        return self._buffers.unsaved()
+        return self.held.unsaved()
 
     @property
-    def _buffers(self) -> ModuleBuffers:
-        return ModuleBuffers([self.model])
+    def held(self) -> Held:
+        """The modules and optimizers of the state, those among the extra values included."""
+        optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
+        return Held({"model": self.model, **optimizers, **{f"extra.{name}": each for name, each in self.extra.items()}})
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded."""
@@ -204,10 +256,12 @@ class TrainState:
         own: dict[str, Any] = {"rng": ""}
         if kind == "full":
             values["scaler"] = ""
-            values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
+            values["extra"] = {
+                name: _entry_to_load(f"extra.{name}", value, wanted) for name, value in self.extra.items()
+            }
             own["loader"] = ""
         if about is None or about.world_size == _world_size():
-            values[_own()] = {**own, **self._buffers.to_load(is_saved=wanted.was_saved(f"{_own()}.{BUFFERS}"))}
+            values[_own()] = {**own, **self.held.buffers.to_load(is_saved=wanted.was_saved(f"{_own()}.{BUFFERS}"))}
         return values
 
     def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
@@ -237,7 +291,7 @@ class TrainState:
         light = about is not None and about.kind == "light"
         notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
         if wanted.has_all():
-            notes += drop_gradients(self._optimizers, [self.model])
+            notes += self.held.drop_gradients()
         return notes + _not_saved(about) + self._take_own(values, wanted)
 
     def _take_own(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
@@ -252,7 +306,7 @@ class TrainState:
                 notes.append("the data loader's position cannot be restored: it keeps the one it was created with")
             return notes
         notes = []
-        self._buffers.loaded(own)
+        self.held.buffers.loaded(own)
         if own.get("loader"):
             notes += set_positions(items_of(self.dataloader), unpack(own["loader"], "loader"), self.epoch)
         if own["rng"]:
@@ -309,14 +363,14 @@ class DictState:
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         values = self.values(kind)
         check_values(values)
-        return values, gradients_of(self._optimizers, self._modules)
+        return values, self.held.gradients()
 
     def values(self, kind: str) -> dict[str, Any]:
         values = {name: _state_of(value) for name, value in self._of_kind(kind)}
-        return {**values, self._beside: {**self._buffers.to_save(), "rng": pack(generators())}}
+        return {**values, self._beside: {**self.held.buffers.to_save(), "rng": pack(generators())}}
 
     def unsaved(self) -> dict[str, Any]:
-        return self._buffers.unsaved()
+        return self.held.unsaved()
 
     @property
     def _beside(self) -> str:
@@ -324,34 +378,15 @@ class DictState:
         return f"{_own()}.tierfs"
 
     @property
-    def _buffers(self) -> ModuleBuffers:
-        return ModuleBuffers(self._modules)
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [each for each in self.entries.values() if isinstance(each, torch.optim.Optimizer)]
-
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [each for each in self.entries.values() if isinstance(each, nn.Module)]
+    def held(self) -> Held:
+        return Held(self.entries)
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
-        values = {}
-        for name, value in self._of_kind(wanted.kind):
-            if isinstance(value, torch.optim.Optimizer) and wanted.has(name):
-                try:
-                    with complete_state(value, is_whole=wanted.has_all(name)):
-                        _init_optim_state(value)
-                except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
-                    _logger.warning("a %s can load only the state that it has already: %s", type(value).__name__, error)
-                values[name] = value.state_dict()
-                values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
-            else:
-                values[name] = _state_of(value)
+        values = {name: _entry_to_load(name, value, wanted) for name, value in self._of_kind(wanted.kind)}
         return {**values, **self._own_to_load(wanted)}
 
     def _own_to_load(self, wanted: Wanted) -> dict[str, Any]:
-        own = self._buffers.to_load(is_saved=wanted.was_saved(f"{self._beside}.{BUFFERS}"))
+        own = self.held.buffers.to_load(is_saved=wanted.was_saved(f"{self._beside}.{BUFFERS}"))
         if wanted.was_saved(f"{self._beside}.rng"):
             own["rng"] = ""
         return {self._beside: own} if own else {}
@@ -364,12 +399,12 @@ class DictState:
             if name in self.entries and wanted.has(name):
                 _load_entry(self.entries, name, value)
         own, about = values.get(self._beside, {}), wanted.about
-        self._buffers.loaded(own)
+        self.held.buffers.loaded(own)
         missing = sorted(self.entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
         notes += _not_saved(about)
         if wanted.has_all():
-            notes += drop_gradients(self._optimizers, self._modules)
+            notes += self.held.drop_gradients()
         if "rng" in own:
             for value in self.entries.values():
                 _state_of(value)  # a loader may make its iterator for its state, and draw a number for it
@@ -406,7 +441,7 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _not_saved(about: About | None) -> list[str]:
-    if about is None or not about.state.get("has_gradients"):
+    if about is None or not about.state.get(HAS_GRADIENTS):
         return []
     return [NO_GRADIENTS]
 
@@ -421,6 +456,19 @@ def _reseeded(about: About) -> list[str]:
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _entry_to_load(name: str, value: Any, wanted: Wanted) -> Any:
+    """Return the state of a value of the user to load into; of an optimizer, with the state that its parameters lack."""
+    if not isinstance(value, torch.optim.Optimizer) or not wanted.has(name):
+        return _state_of(value)
+    try:
+        with complete_state(value, is_whole=wanted.has_all(name)):
+            _init_optim_state(value)
+    except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
+        _logger.warning("a %s can load only the state that it has already: %s", type(value).__name__, error)
+    found = value.state_dict()
+    return {**found, "state": wanted.saved_in(f"{name}.state", found["state"])}
 
 
 def _load_entry(entries: Mapping[str, Any], name: str, value: Any) -> None:

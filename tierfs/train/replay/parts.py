@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tierfs.digest import checksum
-from tierfs.train.optimizers import gradients_of, parameters_of
+from tierfs.train.optimizers import parameters_of
 from tierfs.train.position import generators, positions, set_generators, set_positions
 from tierfs.train.replay.sample import Sample, inner, versions
 from tierfs.train.state import DictState, TrainState, items_of
@@ -134,7 +134,7 @@ class Parts:
     @property
     def has_unused_gradients(self) -> bool:
         """Whether there are gradients that no step of an optimizer has used, as amid a gradient accumulation."""
-        return bool(gradients_of(self.optimizers, self._modules.values()))
+        return bool(self.state.held.gradients())
 
     def replicas(self, rank: int) -> list[int]:
         """Return the ranks that have the same parameters and gradients as this one, as DDP or their placements say."""
