@@ -178,6 +178,10 @@ class ModuleBuffers:
         """Return memory to load them into; nothing if they were not saved."""
         return self.to_save() if is_saved else {}
 
+    def addresses(self) -> set[int]:
+        """Return the addresses of the buffers that `to_save` copies."""
+        return {address_of(each) for _, each in self._of(is_saved=True)} if _has_others() else set()
+
     def loaded(self, values: Mapping[str, Any]) -> None:
         """Set the buffers to the loaded bytes, if there are any."""
         rest = values.get(BUFFERS, torch.empty(0))
@@ -201,10 +205,10 @@ class ModuleBuffers:
             if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
                 continue  # its state is a copy of the parameters, made by all ranks
             state = module.state_dict()
-            held = {_address_of(each) for each in state.values() if isinstance(each, torch.Tensor)}
+            held = {address_of(each) for each in state.values() if isinstance(each, torch.Tensor)}
             own = {**dict(module.named_parameters()), **dict(ModuleBuffers({"": module})._of(is_saved=True))}
             found += [
-                f"{place}.{name}" for name, each in own.items() if name not in state and _address_of(each) not in held
+                f"{place}.{name}" for name, each in own.items() if name not in state and address_of(each) not in held
             ]
         return found
 
@@ -219,7 +223,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _address_of(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where this rank's part of a tensor lies."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 

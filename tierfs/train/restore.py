@@ -19,6 +19,7 @@ from tierfs.checkpoint.notes import ABOUT, Lines
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.train.agree import World, reason_of
+from tierfs.train.position import address_of
 from tierfs.train.run import OWN, About, RunDirectory
 from tierfs.train.state import DictState, TrainState, Wanted, as_state
 from tierfs.train.values import digest_of, digests_of, has_digest, leaves
@@ -349,6 +350,8 @@ class Restorer:
             """Return the digest that this rank recorded; if another rank saved the value for it, those of the others."""
             return {each[name] for each in ([ranks[rank]] if name in ranks[rank] else ranks) if name in each}
 
+        own = parts.held.buffers.addresses()
+
         found = _Compared()
         loaded = [name for name in live if wanted.is_loaded(name) and name not in planner.converted]
         left = COMPARED_BYTES
@@ -359,6 +362,8 @@ class Restorer:
                 found.differ[UNKNOWN].append(name)
             elif left < 0:
                 found.not_compared.append(name)
+            elif name not in ranks[rank] and isinstance(value, torch.Tensor) and address_of(value) in own:
+                continue  # another rank saved its own; this rank's is among its own values
             elif digest_of(value) not in (saved := digests_at(name)):
                 found.differ[OTHER if saved else UNKNOWN].append(name)
         known = live.keys() | planner.not_loaded

@@ -86,7 +86,11 @@ class Held:
         found: dict[int, tuple[str, Any]] = {}
         for name, value in values.items():
             is_other = not isinstance(value, _KINDS) and hasattr(value, "load_state_dict")
-            inner = {f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()} if is_other else {name: value}
+            inner = (
+                {f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+                if is_other
+                else {name: value}
+            )
             found |= {id(each): (key, each) for key, each in inner.items() if id(each) not in found}
         self._modules = {name: each for name, each in found.values() if isinstance(each, nn.Module)}
         self._optimizers = {name: each for name, each in found.values() if isinstance(each, torch.optim.Optimizer)}
