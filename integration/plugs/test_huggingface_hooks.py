@@ -343,6 +343,7 @@ def test_files_of_all_ranks_come_back(tmp_path, url):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
+        assert ("is not restored exactly" in done.stderr) is (ranks == 1), done.stderr  # others saved it
         said.append(sorted(line for line in done.stdout.splitlines() if line.startswith("rank")))
     both = "['samples-0.json', 'samples-1.json']"
     assert said == [

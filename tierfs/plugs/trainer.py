@@ -256,7 +256,9 @@ class TierTrainer(Trainer):
         stateful = [each for each in parts if isinstance(each, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         batch = self.get_total_train_batch_size(self.args)
-        return json.dumps({"state": dataclasses.asdict(self.state), "batch": batch})
+        state = dataclasses.asdict(self.state)
+        state |= {"is_local_process_zero": True, "is_world_process_zero": True}  # each rank sets its own
+        return json.dumps({"state": state, "batch": batch})
 
     def tierfs_files_of(self, step: int, values: Mapping[str, Any]) -> None:
         """Collect the files that make a checkpoint with these tensors of the model one for ``from_pretrained``."""
