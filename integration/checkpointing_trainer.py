@@ -10,7 +10,7 @@ from torch_checkpointing import CheckpointManager
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.staging import CheckpointStagerConfig
 
-from tierfs.dcp.torchcheckpointing import TierStorageConfig
+from tierfs.experimental.torchcheckpointing import TierStorageConfig
 
 
 def state(mesh, placement, seed):

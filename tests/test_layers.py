@@ -30,7 +30,7 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
 #     ground <- format | codec <- objects | host | device <- store | peers <- flusher <- session
-#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui; experimental stands on device and host
+#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui; experimental stands on device and dcp
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -62,7 +62,7 @@ ALLOWED = {
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "plugs": BELOW_FACES | {"dcp", "checkpoint", "train"},
-    "experimental": FORMATS | {"host", "device"},
+    "experimental": BELOW_FACES | {"device", "dcp"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
     "ui": BELOW_FACES | {"dcp", "checkpoint", "train", "cli"},
     "testing": None,  # may import anything; no other layer imports it

@@ -18,8 +18,8 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 import tierfs
-from tierfs.dcp.torchcheckpointing import TierStorageConfig
 from tierfs.errors import CapacityError, ConflictError, InvalidInputError
+from tierfs.experimental.torchcheckpointing import TierStorageConfig
 from tierfs.store.write.sink import SlabSink
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
@@ -144,7 +144,7 @@ def test_a_directory_is_renamed_to_a_free_place(root, storage, there):
 
 
 def test_the_metadata_of_a_directory_is_renamed_last(root, storage, monkeypatch):
-    from tierfs.dcp import torchcheckpointing
+    from tierfs.experimental import torchcheckpointing
 
     for name in ("a", "metadata.pkl", "z"):
         storage.write(root / ".tmp_step" / name, name.encode())

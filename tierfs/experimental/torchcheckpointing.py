@@ -2,6 +2,8 @@
 
 That package writes a checkpoint into a directory of its own, and renames that when all ranks are done. It passes
 `pathlib.Path`, which drops slashes of a URL; `full_url` restores them.
+
+Experimental: it follows a package at version 0.1.1. It is promoted or removed by 2027-03-31.
 """
 
 from __future__ import annotations
