@@ -214,3 +214,24 @@ def test_an_optimizer_that_cannot_be_prepared_is_named(root, caplog):
     assert "a LBFGS can load only the state that it has already" in caplog.text
     assert "optimizer.state.0" in restored.notes[0]
     assert same(other.state_dict(), model.state_dict())
+
+
+class Filled(torch.optim.Adam):
+    """An optimizer that gives loaded state a value that an earlier version did not save."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for each in self.state.values():
+            each.setdefault("seen", 0)
+
+
+@pytest.mark.parametrize("wrap", [complete, as_dict])
+def test_a_value_that_only_the_load_makes_is_kept(root, wrap):
+    model, other = Heads(), Heads()
+    optimizer, resumed = (Filled(each.parameters(), lr=0.1) for each in (model, other))
+    train(model, optimizer)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, wrap(model, optimizer))
+        assert run.restore(wrap(other, resumed)).step == 1
+    assert {each["seen"] for each in resumed.state.values()} == {0}
+    assert same(train(other, resumed), train(model, optimizer))

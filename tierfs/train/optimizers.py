@@ -45,7 +45,7 @@ def _in_dtypes_of(saved: Any, live: Any) -> Any:
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         return live if live.dtype == saved.dtype else saved.detach().to(live.device, copy=True)
     if isinstance(live, dict):
-        return {key: _in_dtypes_of(saved[key], each) for key, each in live.items()}
+        return {key: _in_dtypes_of(saved[key], each) if key in saved else each for key, each in live.items()}
     if type(live) in {list, tuple}:
         return type(live)(_in_dtypes_of(*pair) for pair in zip(saved, live, strict=True))
     return live

@@ -294,8 +294,12 @@ class Restorer:
         )
         notes = parts.loaded(values, wanted)
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
-        self.record = run.record_of(step) or {}
-        compared = self._compared(parts, kind, wanted, planner) if verify else _Compared(not_compared=matching)
+        self.record = {}
+        try:
+            self.record = run.record_of(step) or {}
+            compared = self._compared(parts, kind, wanted, planner) if verify else _Compared(not_compared=matching)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            compared = _Compared([f"the state of rank {world.rank} cannot be compared with the saved one: {error}"])
         told = world.gather((read, planner.not_loaded, planner.converted, compared), world.training)
         tiers = set().union(*(each for each, *_ in told))
         converted = sorted(set().union(*(each for _, _, each, _ in told)))
@@ -341,10 +345,7 @@ class Restorer:
             return _Compared(["the save recorded no digests, so nothing shows whether the state is the saved one"])
         if len(ranks) != self._world.size:
             return _Compared([f"{len(ranks)} ranks saved it, and {self._world.size} restored it: nothing was compared"])
-        try:
-            live = dict(leaves(parts.values(kind)))
-        except TierfsError as error:
-            return _Compared([f"the state of rank {rank} cannot be compared with the saved one: {error}"])
+        live = dict(leaves(parts.values(kind)))
 
         def digests_at(name: str) -> set[str]:
             """Return the digest that this rank recorded; if another rank saved the value for it, those of the others."""

@@ -361,6 +361,17 @@ def test_an_exclusive_gc_frees_at_once_what_no_save_names():
     assert (again.replaced.count, again.deleted.count, again.unreadable) == (0, 0, [])
 
 
+def test_an_exclusive_gc_that_encodes_anew_waits_a_grace():
+    store = make_store("auto")
+    for number in range(2):
+        checkpoint(store, "last", number + 1, sequence=number + 1)
+        store.clock.sleep(1)
+    store.lease_cache.release()
+    first = gc(store, exclusive=True, reencode=True)
+    assert (first.replaced.count, first.unfinished.count) == (0, 1)
+    assert gc(store, exclusive=True).replaced.count == 1
+
+
 def test_gc_removes_shard_files_that_no_save_names():
     store = make_store("auto")
     for number in range(1, 21):

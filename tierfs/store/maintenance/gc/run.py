@@ -102,7 +102,7 @@ class _Run:
             }
             lists = read_lists(store, ripe)
             marked, report = self._mark(), self._report
-            if self._options.exclusive and marked.replaced and not marked.losses.unexcused:
+            if self._buries_at_once and marked.replaced and not marked.losses.unexcused:
                 self._bury(marked.replaced)
                 marked = self._mark({path for path, _, _ in marked.replaced} if self._options.dry_run else frozenset())
             report.files, report.by_list, report.made_lists = marked.files, marked.by_list, marked.made_lists
@@ -320,18 +320,23 @@ class _Run:
         listed = objects_below(self._store.objects, keys.PROBE)
         probes = [item for item in listed if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
         self._remove(probes, self._report.probes)
-        if not self._options.exclusive:
+        if not self._buries_at_once:
             self._bury(marked.replaced)
         for _, _, length in marked.unfinished:
             self._report.unfinished.add(1, length)
 
+    @property
+    def _buries_at_once(self) -> bool:
+        """Whether replaced shard files go at once. Re-encoded metadata is younger than files of a save under way."""
+        return self._options.exclusive and not self._options.reencode
+
     def _bury(self, parts: Sequence[Part]) -> None:
         """Delete the shard files that a gc saw unnamed a grace ago. Their chunks are unreached from the next mark on."""
         turn, seen = self._turn, {}
-        for path, info, length in parts if self._options.exclusive else parts[:UNNAMED_MAX]:
+        for path, info, length in parts if self._buries_at_once else parts[:UNNAMED_MAX]:
             check = record_check(info.key, info.version).hex()
             seen_ns = turn.record.unnamed.get(check, self._begun_ns)
-            if not self._is_old(seen_ns):
+            if not (self._buries_at_once or self._is_over(seen_ns, self._grace_ns)):
                 seen[check] = seen_ns
                 self._report.unfinished.add(1, length)
                 continue
