@@ -20,6 +20,8 @@ from tierfs.train.values import has_digest
 
 BUFFERS = "buffers"
 """The name of the value that holds this rank's buffers."""
+SAMPLED_MAX = 64
+"""A save samples at most this many parameters, so that it takes less than a millisecond of the training thread."""
 FROZEN = "the parameters that need no gradient"
 
 
@@ -216,7 +218,19 @@ class ModuleBuffers:
         """Return copies of the buffers that are not persistent, and the names of the parameters that need no gradient."""
         frozen = sorted(name for name, each in self.parameters() if not each.requires_grad)
         buffers = {f"the buffer {name}": each.clone() for name, each in self._of(is_saved=False)}
-        return {**buffers, FROZEN: repr(frozen)} if self._modules else {}
+        return {**buffers, **self._samples(), FROZEN: repr(frozen)} if self._modules else {}
+
+    def _samples(self) -> dict[str, torch.Tensor]:
+        """Return some bytes of the parameters by device, if there are several ranks.
+
+        A checkpoint holds one rank's copy of a parameter that is no shard. So a restore notes that the ranks' differed.
+        """
+        own = [each.detach() for _, each in self.parameters() if type(each) is nn.Parameter] if _has_others() else []
+        found: dict[str, list[torch.Tensor]] = {}
+        for each in own[:: -(-len(own) // SAMPLED_MAX) or 1]:
+            row = each[(slice(1),) * (each.dim() - 1)]
+            found.setdefault(str(each.device.type), []).append(_bytes_of(row)[:64])
+        return {f"the parameters of this rank on {device}": torch.cat(rows) for device, rows in found.items()}
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
