@@ -6,11 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tierfs.train import TrainState
 
@@ -514,8 +514,9 @@ class Unreduced(Accumulated):
 
 class Loaded(Small):
     def prepare(self):
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
         data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(5))
-        self.loader = StatefulDataLoader(data, batch_size=4, num_workers=0)
+        self.loader = torchdata.StatefulDataLoader(data, batch_size=4, num_workers=0)
         self.batches = None
 
     def batch(self, step):

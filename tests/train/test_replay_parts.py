@@ -5,9 +5,8 @@ import logging
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
-from support.replay_parts import CASES, LeftUnused, Loaded
+from support.replay_parts import CASES, LeftUnused
 
 from tierfs.train import Manager, Replay
 
@@ -34,8 +33,7 @@ def train(run, training, steps):
 
 @pytest.mark.parametrize(
     ("case", "as_dict"),
-    # torchdata's loader in a dict draws a random number when it tells its state, so that restore is noted, not exact.
-    [(case, as_dict) for case in CASES for as_dict in (False, True) if not (case is Loaded and as_dict)],
+    [(case, as_dict) for case in CASES for as_dict in (False, True)],
 )
 def test_a_run_goes_on_exactly_or_its_log_says_why_not(memory_root, case, as_dict, caplog):
     whole = case(as_dict=as_dict)
