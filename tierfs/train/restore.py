@@ -38,6 +38,8 @@ WHY = {
 NONE = -1
 TIERS = ("ram", "nvme", "peer", "object")
 """The nearest first."""
+_NAMES = reprlib.Repr()
+_NAMES.maxstring = 200  # a note names a few values, each in full
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -314,13 +316,13 @@ class Restorer:
             (converted, "have another dtype than in the state, and are converted"),
         ):
             if found:
-                notes.append(f"{len(found)} saved values {why}: {reprlib.repr(found)}")
+                notes.append(f"{len(found)} saved values {why}: {_NAMES.repr(found)}")
         notes += dict.fromkeys(note for *_, each in told for note in each.notes)
         for why in WHY_DIFFERENT:
             if found := sorted(
                 {f"{name} of rank {rank}" for rank, (*_, each) in enumerate(told) for name in each.differ[why]}
             ):
-                notes.append(f"{len(found)} values {why}: {reprlib.repr(found)}")
+                notes.append(f"{len(found)} values {why}: {_NAMES.repr(found)}")
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
