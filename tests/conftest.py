@@ -225,12 +225,13 @@ def warnings_are_logged_in_each_test():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request, memory_is_freed):
+def nothing_is_left(request, memory_is_freed, tmp_path_factory):
     """Fail a test that ends while something that it started still runs, unless it has the mark ``outlived``."""
-    before = leftovers.found()
+    folder = tmp_path_factory.getbasetemp()
+    before = leftovers.found(folder)
     yield
     end, pause_s = time.monotonic() + leftovers.ENDS_S, 0.005
-    while (left := leftovers.found() - before) and time.monotonic() < end:
+    while (left := leftovers.found(folder) - before) and time.monotonic() < end:
         gc.collect()  # the traceback of an expected error, or a graph of autograd, may hold what a thread serves
         time.sleep(pause_s)
         pause_s = min(0.2, 2 * pause_s)

@@ -1,8 +1,7 @@
-"""What a test may leave behind: threads of tierfs, child processes, mounts, and segments of shared memory."""
+"""What a test may leave behind: threads of tierfs, child processes, mounts."""
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -14,14 +13,14 @@ _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that Python keeps for a whole process."""
 
 
-def found() -> set[threading.Thread | int | str]:
-    """Return what is here now: threads, numbers of child processes, places of mounts and of segments."""
+def found(folder: Path) -> set[threading.Thread | int | str]:
+    """Return what is here now: threads, numbers of child processes, places of mounts below a folder."""
     threads = {each for each in threading.enumerate() if each.name.startswith("tierfs-")}
     threads = {each for each in threads if not each.name.removeprefix("tierfs-").startswith(_SHARED)}
     commands = {each: _command_of(each) for each in _children()}  # that of a process that has ended is empty
     processes = {each for each, text in commands.items() if text and not any(name in text for name in _SERVERS)}
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    places = {words[1] for words in mounts if words[2].startswith("fuse.tierfs") and _is_ours(words[1])}
+    places = {words[1] for words in mounts if words[2].startswith("fuse.tierfs") and words[1].startswith(f"{folder}/")}
     return {*threads, *processes, *places}
 
 
@@ -30,12 +29,6 @@ def named(each: threading.Thread | int | str) -> str:
     if isinstance(each, threading.Thread):
         return f"the thread {each.name}"
     return f"process {each}: {_command_of(each)[-200:]}" if isinstance(each, int) else f"the mount {each}"
-
-
-def _is_ours(place: str) -> bool:
-    """Return whether a mount lies below the temporary directory of this worker, and not that of another one."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    return f"popen-{worker}/" in place if worker else "pytest-of-" in place
 
 
 def _children() -> set[int]:
