@@ -52,7 +52,7 @@ def test_a_value_over_a_bound_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["empty", "cut", "two", "not-utf-8", "byte-order-mark", "deeper"])
-def test_what_is_not_json_is_refused(name):
+def test_data_that_is_no_json_is_refused(name):
     with pytest.raises(FormatError, match="a note is not JSON"):
         parse_value(TEXTS[name], "a note")
 

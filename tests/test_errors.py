@@ -36,7 +36,7 @@ def test_only_the_password_of_a_url_is_hidden(text, shown):
     assert str(pickle.loads(pickle.dumps(error))) == shown
 
 
-def test_what_is_shown_of_a_store_has_no_password():
+def test_a_store_is_shown_without_its_password():
     location = parse_url(HTTP)
     assert location.path == HTTP
     assert location.url == "http://me:***@host:8080/store"

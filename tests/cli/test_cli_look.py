@@ -231,7 +231,7 @@ def test_hints_for_a_missing_checkpoint_lead_somewhere(url, fail, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "s3//bucket/run", "tierfs:s3://bucket/run", "S3://bucket/run"])
-def test_what_is_nearly_a_url_is_no_local_path(fail, tmp_path, monkeypatch, url):
+def test_nearly_a_url_is_no_local_path(fail, tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     Path("a").touch()
     for words in (

@@ -260,7 +260,7 @@ def test_slashes_that_a_path_lost_come_back(given, meant):
 
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "s3//bucket/run", Path("s3://bucket/run"), "tierfs::s3//bucket/run"])
 @pytest.mark.parametrize("door", [tierfs.dcp.TierWriter, tierfs.dcp.TierReader, Manager])
-def test_what_is_nearly_a_url_is_no_path(url, door, tmp_path, monkeypatch):
+def test_nearly_a_url_is_no_path(url, door, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInputError, match="write tierfs::s3://bucket/run"):
         door(url)

@@ -149,7 +149,7 @@ NEARLY = {
 
 
 @pytest.mark.parametrize(("url", "meant"), NEARLY.items(), ids=NEARLY)
-def test_what_is_nearly_a_url_is_refused_with_the_url(url, meant, tmp_path, monkeypatch):
+def test_nearly_a_url_is_refused_with_the_url(url, meant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fs = tierfs.TierFileSystem(target_protocol="file", create=True)
     for call in (parse_url, tierfs.init, lambda url: fs.pipe(url, b"x")):

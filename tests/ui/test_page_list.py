@@ -102,7 +102,7 @@ def test_a_row_on_screen_goes_although_a_listing_lasts(root, gated, gate):
     assert steps_of(gated.get("checkpoints", since=0)) == [3, 1]
 
 
-def test_what_is_stored_is_unknown_until_all_of_it_is(root):
+def test_stored_bytes_are_unknown_until_all_are(root):
     url = f"tierfs::file://{root}/run"
     train(url, 1, ram="64MiB", nvme="0", bandwidth="200kB")
     with served(url) as page:
