@@ -174,8 +174,10 @@ def test_a_failure_is_an_alarm_until_the_store_recovers(browser, page, url):
 def test_content_and_difference_are_those_of_the_commands(browser, page, url):
     browser.open(f"{page.url}#/checkpoint?path=run/step_60")
     browser.until("document.querySelectorAll('[aria-label=Tensors] .line').length > 5")
-    shown = told("checkpoint", "show", f"{url}/run/step_60", "--codecs")["tensors"]
-    assert browser.ask("Number(document.querySelector('[aria-label=Tensors]').ariaRowCount)") == len(shown) + 2
+    content = told("checkpoint", "show", f"{url}/run/step_60", "--codecs")
+    shown = content["tensors"]
+    rows = len(shown) + len(content["objects"])
+    assert browser.ask("Number(document.querySelector('[aria-label=Tensors]').ariaRowCount)") == 1 + rows
     browser.work(
         "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Show the encoding').click()"
     )
