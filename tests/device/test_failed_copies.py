@@ -136,7 +136,7 @@ def large_state(fake):
 
 
 @pytest.mark.parametrize("stage", ["ram", "device"])
-def test_a_large_state_on_host_and_gpu_goes_in_waves(fake, url, stage):
+def test_a_large_state_on_host_and_gpu_is_staged_on_the_disk(fake, url, stage):
     writer = TierWriter(url, stage=stage, device="64MiB", ram="96MiB", timeout=HANG_S)
     state = large_state(fake)
     before = {name: tensor.clone() for name, tensor in state.items()}
@@ -150,7 +150,7 @@ def test_a_large_state_on_host_and_gpu_goes_in_waves(fake, url, stage):
     wait_for_room(writer)
 
 
-def test_a_large_state_that_was_not_staged_goes_in_waves(fake, url):
+def test_a_large_state_that_was_not_staged_goes_to_the_disk(fake, url):
     writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     state = large_state(fake)
     dcp.save(state, checkpoint_id=f"{url}/a", storage_writer=writer)
@@ -167,7 +167,7 @@ def mixed_state(fake, writer, *, host, on_gpu):
     return {**writer.stage(state), "on.gpu": extra}, {**state, "on.gpu": extra}
 
 
-def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
+def test_a_large_gpu_tensor_beside_a_staged_state_goes_to_the_disk(fake, url):
     writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     mixed, state = mixed_state(fake, writer, host=5, on_gpu=64)
     dcp.save(mixed, checkpoint_id=f"{url}/a", storage_writer=writer)
@@ -179,7 +179,7 @@ def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
     wait_for_room(writer)
 
 
-def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
+def test_objects_that_do_not_fit_go_to_the_disk(fake, url):
     writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(10)}
     state |= {"on.gpu": fake.own(torch.randn(1000)), "object": bytes(12 * MIB)}
@@ -195,7 +195,7 @@ def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
     wait_for_room(writer)
 
 
-def test_states_that_go_in_waves_leave_no_room_taken(fake, url):
+def test_states_on_the_disk_leave_no_room_taken(fake, url):
     writer = TierWriter(url, stage="ram", ram="24MiB", timeout=HANG_S)
     for number in range(5):
         state = {"on.gpu": fake.own(torch.randn(8 * MIB)), "step": torch.ones(()), "on.host": torch.randn(MIB)}

@@ -24,7 +24,7 @@ def other(fake):
 
 
 @pytest.mark.parametrize("is_full_first", [False, True], ids=["full last", "full first"])
-@pytest.mark.parametrize("ram", ["256MiB", "8MiB"], ids=["in ram", "in waves"])
+@pytest.mark.parametrize("ram", ["256MiB", "8MiB"], ids=["in ram", "on the disk"])
 def test_a_gpu_without_room_is_copied_before_the_step(fake, other, url, is_full_first, ram):
     devices = [other, fake] if is_full_first else [fake, other]
     state = {f"on.{number}": device.own(torch.randn(2 * MIB)) for number, device in enumerate(devices)}

@@ -522,21 +522,6 @@ def test_unstaged_tensors_are_copied_at_once(gpu, url):
     assert is_same(loaded(gpu, state, f"{url}/a", on_device=True), copied(state))
 
 
-def test_a_state_larger_than_the_ram_tier_goes_in_waves(gpu, url):
-    writer = TierWriter(url, stage="device", device="256MiB", ram="48MiB")
-    state = {
-        "model": {"large": gpu.own(torch.randn(24 * MIB))},
-        "step": torch.ones(()),
-        "host": torch.ones(3),
-        "note": "",
-    }
-    before = copied(state)
-    staged = writer.stage(state)
-    change(gpu, state)
-    save(writer, staged, f"{url}/a")
-    assert is_same(loaded(gpu, state, f"{url}/a"), before)
-
-
 @pytest.mark.usefixtures("url")  # the host is its own
 def test_other_processes_see_the_device_tier_in_status(fake, tmp_path):
     import json

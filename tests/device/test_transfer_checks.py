@@ -31,7 +31,7 @@ def state_on(fake):
         ({"ram": "8MiB"}, ["large", "a", "b"]),
         ({"ram": 0}, ["large", "a", "b"]),
     ],
-    ids=["whole", "a part", "in waves", "no local tiers"],
+    ids=["whole", "a part", "on the disk", "no local tiers"],
 )
 def test_bytes_that_change_on_the_link_are_not_saved(fake, url, options, names):
     writer = TierWriter(url, stage="device", device="64MiB", timeout=HANG_S, **options)

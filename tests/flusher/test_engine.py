@@ -42,7 +42,6 @@ ASKED = {
     "status": {},
     "backfill": {"slots": []},
     "ahead": {"slots": [["00" * 16, 1, 2]], "length": 3},
-    "spill": {"slots": [], "holder": "a", "timeout_s": None},
     "quarantine": {"name": "00", "length": 3},
     "report_damage": {"key": "a"},
     "discard": {"path": "a"},

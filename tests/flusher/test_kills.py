@@ -55,7 +55,7 @@ SMALL_SHM = Mode(
     nvme=96 * MIB,
     shm_room=40 * MIB,
 )
-SPILLED = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=20 * MIB, piece=70 * MIB)
+OVERFLOWING = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=20 * MIB, piece=70 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_flusher_is_replaced_where_shared_memory_is_too_small(case, mode):
 
 def test_a_flusher_that_dies_while_it_takes_down_segments_on_disk_is_replaced(case):
     mode = Mode([write("run/a", 50 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=50 * MIB, shm_room=0)
-    assert kill_flusher(case(mode), ("before hold.rename", 1))
+    assert kill_flusher(case(mode), ("after upload.chunk", 2))
 
 
 def test_segments_on_disk_survive_both(case):
@@ -161,14 +161,15 @@ def test_a_trainer_that_dies_while_several_threads_copy_one_write_leaves_nothing
     )
 
 
-def test_a_trainer_that_dies_after_its_chunks_went_to_the_object_tier_leaves_no_file_there(case):
-    case = case(SPILLED)
-    assert kill_trainer(case, ("after spill", 2))
-    assert len(list((case.directory / "store/.tierfs/chunks").rglob("*.*"))) >= 2
+@pytest.mark.parametrize("step", ["after chunk.seal", "before draft.seal"])
+def test_a_trainer_that_dies_while_its_file_overflows_to_the_disk_leaves_none_there(case, step):
+    case = case(OVERFLOWING)
+    assert kill_trainer(case, (step, 5 if "chunk" in step else 1))
+    assert not list((case.directory / "state/overflow").rglob("*"))
 
 
-def test_a_flusher_that_dies_while_chunks_of_an_open_file_go_to_the_object_tier_is_replaced(case):
-    assert kill_flusher(case(SPILLED), ("after upload.chunk", 2))
+def test_a_flusher_that_dies_while_it_uploads_from_the_disk_is_replaced(case):
+    assert kill_flusher(case(OVERFLOWING), ("after upload.chunk", 2))
 
 
 @pytest.mark.parametrize("lost", ["the flusher", "shared memory"])

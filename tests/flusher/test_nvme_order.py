@@ -19,7 +19,7 @@ class Drafts:
         self.state = SimpleNamespace(
             changed=threading.Condition(), entries=FlushQueue(), clock=ManualClock(), nvme_bytes=4 * GIB, nvme=None
         )
-        self.persister = NvmePersister(self.state, lambda _: None)
+        self.persister = NvmePersister(self.state)
         self.later = self.state.clock.monotonic() + 10
 
     def add(self, path, length, *, turn=None, slots=(None,), **what):

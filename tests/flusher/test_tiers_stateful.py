@@ -69,7 +69,6 @@ from tierfs.host.nvme import batch as nvme_batch
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab import pool, segment_file
 from tierfs.host.slab import segment as slab
-from tierfs.host.slab.ram import RamTier
 from tierfs.host.write import ahead
 from tierfs.objects.protocol import Update
 from tierfs.store import (
@@ -145,7 +144,6 @@ def small_and_repeatable():
         patch.setattr(pool, "CHUNKS_DATA_BYTES", 4 * CHUNK)
         patch.setattr(importlib.import_module("tierfs.store.write.sink"), "SLOT_BYTES_MIN", 4096)
         patch.setattr(pool, "SMALL_BYTES", 4 * CHUNK)
-        patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers, "shared", InlineTransfers())
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
         patch.setattr(queue, "LARGE_BYTES_MIN", 2 * CHUNK)
@@ -933,20 +931,6 @@ def test_a_removal_does_not_outlive_what_was_to_be_there_instead(little):
         little.time_passes(seconds=40)
     contents = [little.content_of(little.oracle, path) for path in ("a", "d/a")]
     assert any(content is not None and len(content) == 4 * CHUNK for content in contents)
-
-
-def test_a_published_large_file_releases_its_held_chunks(little, monkeypatch):
-    monkeypatch.setattr(slab.Segment, "shed", lambda _: None)  # so that memory of dead processes stays in the way
-    little.stage(host=0, process=0, path="b", size=10)
-    little.crash(host=0, process=0)
-    little.stage(host=0, process=0, path="b", size=10)
-    little.stage(host=0, process=1, path="d/a", size=4 * CHUNK)
-    opened = little.open_writer(host=0, process=1, path="a", size=4 * CHUNK, level=Level.STAGED)
-    little.close_writer(opened=opened, size=4 * CHUNK, commit=True)
-    assert opened.trainer.tiers.counters["spilled_bytes"]
-    for _ in range(10):
-        little.work(host=0, count=1)
-    assert little.hosts[0].flusher.nvme.usage().dirty_bytes == 0
 
 
 def test_waiting_ends_even_if_the_flusher_says_done_what_is_not(world, monkeypatch):

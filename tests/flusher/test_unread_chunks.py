@@ -153,7 +153,7 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     if not is_told:
         draft.state.access = Access()
     draft.entry.stage = FlushStage.WAITING
-    persister = NvmePersister(draft.state, draft.uploader.put)
+    persister = NvmePersister(draft.state)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, NotYetError)
@@ -167,7 +167,7 @@ def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     draft.state.nvme = SimpleNamespace(has=lambda _: False, protect=lambda _: None)
     draft.state.nvme_bytes = MIB
     draft.entry.stage = FlushStage.WAITING
-    persister = NvmePersister(draft.state, draft.uploader.put)
+    persister = NvmePersister(draft.state)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, NotYetError)

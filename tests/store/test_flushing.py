@@ -33,8 +33,8 @@ from tierfs.host.nvme.batch import DraftBatches
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
-from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
-from tierfs.host.slab.ram import RamTier
+from tierfs.host.rpc.client import FlusherClient, NoAnswerError
+from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.table import SlotKind
 from tierfs.host.write import writer as slab_writer
@@ -45,7 +45,6 @@ from tierfs.store import (
     discard_conflict,
     evict,
     find,
-    level_of,
     load,
     save,
     stat,
@@ -128,18 +127,22 @@ def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_hos
     assert status(here.store)["tiers"]["ram"]["dirty_bytes"] == 0
 
 
-def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
+def test_a_file_larger_than_the_ram_tier_is_staged_on_the_disk(make_host):
     host = make_host(ram=64 * MIB, nvme=512 * MIB)
     data = content(160 * MIB)
-    save(host.store, "a", data)
-    assert host.store.tiers.counters["spilled_bytes"]
-    assert load(host.store, "a") == data
+    with host.held():
+        save_at(host.store, "a", data, Level.STAGED)
+        assert load(host.store, "a") == data
+        assert status(host.store)["tiers"]["ram"]["fallbacks"]["overflow_segments"] > 0
+        assert status(host.store)["tiers"]["ram"]["host_bytes"] <= 64 * MIB
+    assert host.store.tiers.counters["overflow_bytes"] > 90 * MIB
     wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+    until(lambda: not any(host.tiers.ram.host.overflow.iterdir()))
 
 
-def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host):
+def test_overflow_without_an_nvme_tier_sends_each_byte_once_and_fetches_few(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
     # The flusher opens this store, as if it were beyond a network.
     host.objects = MeasuredObjects(host.objects)
@@ -148,9 +151,9 @@ def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host)
     )
     data = content(160 * MIB)
     save(host.store, "a", data)
-    assert level_of(host.store, "a") is Level.OBJECT  # until then, gc might take the chunks that no record names
+    wait(host.store, "a", Level.OBJECT)
     counters, requests = status(host.store)["counters"], host.objects.snapshot()
-    assert counters["flusher_spilled_bytes"] > 90 * MIB
+    assert counters["process_overflow_bytes"] > 90 * MIB
     assert counters["flusher_uploaded_bytes"] == len(data)
     assert len(data) <= requests["put"]["bytes"] < len(data) + 2 * MIB
     assert requests["get"]["bytes"] < 16 * MIB
@@ -159,13 +162,12 @@ def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host)
 
 @pytest.mark.parametrize("nvme", [0, 64 * MIB])
 @pytest.mark.parametrize("level", [Level.STAGED, Level.LOCAL])
-def test_chunks_pass_a_ram_tier_by_that_cannot_hold_one_and_small_files_do_not(make_host, level, nvme):
+def test_a_ram_tier_smaller_than_a_chunk_stages_chunks_on_the_disk(make_host, level, nvme):
     host = make_host(ram=4 * MIB, nvme=nvme)
     for path, data in (("a", content()), ("b", content(100_000))):
         save_at(host.store, path, data, level)
         assert load(host.store, path) == data
-        assert host.tiers.drafts.pending(path) is None  # gc might take the chunks of a pending file
-    assert host.tiers.counters["ram_passed_by"] == 2
+    assert host.tiers.counters["overflow"]
     with host.held():
         save(host.store, "small", b"few bytes")
         assert load(host.store, "small") == b"few bytes"
@@ -173,15 +175,6 @@ def test_chunks_pass_a_ram_tier_by_that_cannot_hold_one_and_small_files_do_not(m
     wait(host.store, "", Level.OBJECT)
     assert find(host.plain(), "")
     assert status(host.store)["tiers"]["ram"]["waits"] == 0
-
-
-def test_the_least_ram_tier_for_chunks_holds_one(make_host):
-    host = make_host(ram=RamTier.chunks_budget_bytes, nvme=64 * MIB)
-    data = content()
-    save(host.store, "a", data)
-    assert not host.tiers.counters["ram_passed_by"]
-    assert load(host.store, "a") == data
-    wait(host.store, "", Level.OBJECT)
 
 
 def test_readers_and_small_writers_keep_house(make_host):
@@ -211,8 +204,8 @@ def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
     host.store.timeout_s = 0.5
     with host.held():
-        save(host.store, "a", content(BIG))
-        with pytest.raises((CapacityError, StoreError)):
+        save(host.store, "a", content(56 * MIB))
+        with pytest.raises(CapacityError, match="raise ram="):
             save(host.store, "b", content(BIG))
     wait(host.store, "", Level.OBJECT)
     save(host.store, "b", content(BIG))
@@ -454,34 +447,32 @@ def test_local_is_reached_behind_a_conflict(make_host):
         wait(here.store, "run/b", Level.OBJECT)
 
 
-def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host):
+def test_a_file_larger_than_both_local_tiers_is_staged_while_the_object_tier_is_down(make_host):
     host = make_host(ram=64 * MIB, nvme=64 * MIB)
     data = content(200 * MIB)
     host.objects.down = True
-
-    def come_back():
-        try:
-            until(lambda: status(host.store)["counters"].get("flusher_spill_waits"))
-        finally:
-            host.objects.down = False
-
-    watch = threading.Thread(target=come_back)
-    watch.start()
-    try:
-        save(host.store, "a", data)
-    finally:
-        watch.join()
-    assert status(host.store)["counters"]["flusher_spill_waits"]
+    save_at(host.store, "a", data, Level.STAGED)
+    assert load(host.store, "a") == data
+    host.objects.down = False
     wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
     until(lambda: status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0)
 
 
-def test_a_file_larger_than_all_local_tiers_is_given_up_after_the_users_time(make_host):
+def test_a_file_for_which_the_disk_has_no_room_either_is_given_up(make_host, monkeypatch):
     host = make_host(ram=64 * MIB, nvme=64 * MIB)
-    host.store.timeout_s = 1
-    with host.held(), pytest.raises(CapacityError, match=r"raise ram= or nvme="):
-        save(host.store, "a", content(200 * MIB))
+    real = RamBudget.free_bytes
+
+    def full(budget, folder, files):
+        return 10 * MIB if folder == budget.overflow else real(budget, folder, files)
+
+    # Only a disk that is full would do otherwise.
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CapacityError, match="the disk of the state directory has no room"),
+    ):
+        patch.setattr(RamBudget, "free_bytes", full)
+        save_at(host.store, "a", content(200 * MIB), Level.STAGED)
     assert find(host.store, "") == []
     save(host.store, "b", content(BIG))
     wait(host.store, "", Level.OBJECT)
@@ -540,7 +531,7 @@ def names_of(host, data):
     return [local_name(DigestKind.XXH3_128, digest.combine(DigestKind.XXH3_128, len(data), blocks))]
 
 
-def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
+def test_a_file_that_fits_the_nvme_tier_in_part_leaves_nothing_there(make_host):
     host = make_host(ram=200 * MIB, nvme=128 * MIB)
     writer = Writer(host.store, "big", level=Level.STAGED)
     for _ in range(20):
@@ -551,31 +542,6 @@ def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
     with host.held():
         save(host.store, "small", content(20 * MIB))
         wait(host.store, "small", Level.LOCAL)
-
-
-def test_early_chunks_survive_their_writers_death(make_host, monkeypatch):
-    host = make_host(ram=70 * MIB, nvme=1000 * MIB)
-    data = content(120 * MIB)
-    with host.held():
-        writer = Writer(host.store, "big", level=Level.STAGED)
-        writer.write(data)
-        flusher = host.flusher
-        assert host.flushing.holders
-        with monkeypatch.context() as dying:
-            dying.setattr(NvmePersister, "waiting", lambda _: [])
-            is_alive, committed = flusher.ram.host.is_alive, []
-
-            def ends_now(owner):
-                if owner == host.tiers.ram.host.owner() and not committed:
-                    committed.append(writer.commit())
-                return False if owner == host.tiers.ram.host.owner() else is_alive(owner)
-
-            dying.setattr(flusher.ram.host, "is_alive", ends_now)
-            flusher.scan.sweep()
-        assert committed
-        flusher.nvme.evict()
-    wait(host.store, "big", Level.OBJECT)
-    assert load(host.plain(), "big") == data
 
 
 def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host, monkeypatch):
@@ -591,8 +557,8 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
 
     monkeypatch.setattr(Segment, "read", flip_once)
     save(host.store, "big", data)
-    assert flipped
     wait(host.store, "big", Level.OBJECT)
+    assert flipped
     assert load(host.plain(), "big") == data
 
 
@@ -727,31 +693,12 @@ def test_a_change_waits_for_a_new_flusher_after_one_that_hung_has_ended(make_hos
     assert told == [threading.current_thread()] * 2
 
 
-def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, hanging_flusher):
-    host = make_host(ram=70 * MIB)
+def test_a_file_larger_than_the_ram_tier_needs_no_flusher(make_host, hanging_flusher):
+    host, data = make_host(ram=70 * MIB), content(100 * MIB)
     save_at(host.store, "before", b"x", Level.STAGED)  # so that a flusher runs
-    host.store.timeout_s = 1.0
     with hanging_flusher():
-        with pytest.raises(CapacityError, match="the flusher did not answer"):
-            save_at(host.store, "big", content(100 * MIB), Level.STAGED)
-    host.store.timeout_s = 60
-    save_at(host.store, "big", content(100 * MIB), Level.STAGED)
-
-
-def test_each_request_to_spill_has_few_chunks_and_a_timeout(make_host, monkeypatch):
-    monkeypatch.setattr(slab_writer, "SPILL_MAX", 1)
-    request, spilled = FlusherClient.request, []
-
-    def noted(client, do, arguments, **options):
-        if do == "spill":
-            spilled.append((len(arguments["slots"]), options["timeout_s"]))
-        return request(client, do, arguments, **options)
-
-    monkeypatch.setattr(FlusherClient, "request", noted)
-    host = make_host(ram=70 * MIB)
-    save_at(host.store, "big", content(72 * MIB), Level.STAGED)
-    assert len(spilled) > 1
-    assert set(spilled) == {(1, host.store.timeout_s + ANSWER_S)}
+        save_at(host.store, "big", data, Level.STAGED)
+        assert load(host.store, "big") == data
 
 
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):

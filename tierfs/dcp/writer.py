@@ -36,12 +36,12 @@ from tierfs.dcp.save.saves import (
     forget_read,
     note_stored,
 )
-from tierfs.dcp.save.shard_file import ShardFile, say_waves
+from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import write_shard
 from tierfs.dcp.save.state_plan import StatePlan
 from tierfs.dcp.stager import stage
 from tierfs.device.drain import Gate
-from tierfs.errors import CapacityError, InvalidInputError
+from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import LINGER_S, Uncollected, detached, planning
@@ -224,13 +224,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         file = ShardFile(store, self._gpu)
         try:
             staged, self._plan = stage(state_dict, file, save, self._plan)
-            return staged
-        except BaseException as error:
-            file.abort()  # its memory is needed to write in waves
-            if not isinstance(error, CapacityError):
-                raise
-            say_waves(store, error)
-        staged, self._plan = stage(state_dict, ShardFile(store, self._gpu, private=True), save, self._plan)
+        except BaseException:
+            file.abort()  # the next save needs its memory
+            raise
         return staged
 
     def synchronize_staging(self) -> None:

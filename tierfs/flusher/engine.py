@@ -143,12 +143,6 @@ class FlushEngine:
             case "ahead":
                 references, length = _references(arguments), int(arguments["length"])
                 return lambda: flusher.persister.write_ahead(references, length)
-            case "spill":
-                holder, timeout_s, references = str(arguments["holder"]), arguments["timeout_s"], _references(arguments)
-                return lambda: flusher.persister.spill(holder, references, timeout_s)
-            case "unhold":
-                holder = str(arguments["holder"])
-                return (lambda: None) if nvme is None else (lambda: nvme.drop_hold(holder))
             case "evict":
                 names = arguments.get("names")
                 wanted = None if names is None else [bytes.fromhex(name) for name in names]

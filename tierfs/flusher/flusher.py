@@ -99,7 +99,7 @@ class Flusher:
         self.counters = self._state.counters
         self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
-        self.persister = NvmePersister(self._state, self.uploader.put)
+        self.persister = NvmePersister(self._state)
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
         self.peering: Peering | None = None
@@ -396,7 +396,6 @@ class Flusher:
                 assert self.nvme is not None
                 self.nvme.forget_drafts(entry.number)
             elif entry.slot is not None:
-                state.drop_holds(entry.draft)
                 state.release(entry.draft, entry.slot, discarded=True)
             with state.changed:
                 state.entries.remove(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tierfs.buffers import buffers
@@ -20,7 +20,6 @@ from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table import SlotState
 
 # Chunks written at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6
@@ -38,12 +37,10 @@ class NvmePersister:
 
     Args:
         state: Shared by the flusher's parts.
-        put: Puts a slot's chunk into the object tier.
     """
 
-    def __init__(self, state: FlushState, put: Callable[[Slot], None]) -> None:
+    def __init__(self, state: FlushState) -> None:
         self._state = state
-        self._put = put
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
         self._looking_after = threading.Lock()  # so that a copy that another thread has just repaired is not dropped
 
@@ -179,7 +176,6 @@ class NvmePersister:
         try:
             for entry, slot in left:
                 state.release(entry.draft, slot)
-                state.drop_holds(entry.draft)
         finally:
             # Only now may they be published: a draft has left the slab before the nvme tier forgets it.
             with state.changed:
@@ -296,56 +292,6 @@ class NvmePersister:
                 names += nvme.pin(slot.name)
         finally:
             nvme.unpin(names)
-
-    def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> dict[str, bool]:
-        """Move chunks of an unfinished file out of its slab, because the file is larger than the ram tier.
-
-        If the nvme tier is off or full, the chunks go to the object tier, and ``kept`` in the answer is false. If the
-        object tier fails transiently, this method retries until the timeout.
-
-        Raises:
-            CapacityError: No tier took the chunks before the timeout.
-            TierfsError: The chunks cannot be stored.
-        """
-        state = self._state
-        slots = state.chunks(references)
-        ends = None if timeout_s is None else state.clock.monotonic() + timeout_s
-        while True:
-            try:
-                is_kept = self._spill(holder, slots)
-                break
-            except StoreError as error:
-                if not error.transient or state.stopping:
-                    raise
-                if ends is not None and state.clock.monotonic() >= ends:
-                    raise CapacityError(
-                        "chunks of a file that is larger than the ram tier could not be moved to a lower tier within "
-                        f"{timeout_s} s: {error}: raise ram= or nvme=, or wait longer"
-                    ) from error
-            state.counters["spill_waits"] += 1
-            state.clock.sleep(RETRY_S_MIN)
-        for slot in slots:
-            slot.segment.mark(slot, SlotState.CLEAN)
-        state.counters["spilled_bytes"] += sum(slot.length for slot in slots)
-        return {"kept": is_kept and len(slots) == len(references)}
-
-    def _spill(self, holder: str, slots: Sequence[Slot]) -> bool:
-        nvme = self._state.nvme
-        rest = list(slots)
-        if nvme is not None:
-            try:
-                self._copy_all(nvme, slots)
-            except CapacityError as full:
-                self._state.counters["nvme_passed_by"] += 1
-                _logger.info("the nvme tier is full; chunks of an unfinished file go to the object tier: %s", full)
-            # Hold also the chunks that were written before the tier was full.
-            held = [slot for slot in slots if nvme.has(slot.name)]
-            self._state.holders.add(holder)
-            nvme.hold(holder, [slot.name for slot in held])
-            rest = [slot for slot in slots if slot not in held]
-        for slot in rest:
-            self._put(slot)
-        return not rest
 
     def look_after(self, name: bytes, raw_length: int) -> None:
         """Check a chunk in the nvme tier that a reader reported as damaged. If it is, quarantine the copy.

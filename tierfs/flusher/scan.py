@@ -60,7 +60,6 @@ class PendingScan:
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
                     state.entries.add(entry)
-            state.holders = set(state.nvme.holders())
         self.discover()
 
     def discover(self) -> None:
@@ -175,22 +174,12 @@ class PendingScan:
     # -- dead owners ---------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Free slots and holds that dead processes left without a sealed draft."""
+        """Free slots that dead processes left without a sealed draft."""
         state = self._state
         freed = state.ram.reclaim(self._needed_slots)
         if freed:
             state.counters["reclaimed_bytes"] += freed
             _logger.info("freed %d bytes that dead processes left in slabs", freed)
-        gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
-        if gone and state.nvme is not None and not self._lost and not state.ram.is_blind():
-            # The owners may have sealed drafts right before they died. Look for these first.
-            self.discover()
-            if state.ram.is_blind():
-                return
-            with state.changed:
-                useless = [one for one in gone if bytes.fromhex(one.split(":")[2]) not in state.entries]
-            state.nvme.drop_hold(*useless)
-            state.holders.difference_update(useless)
 
     def _needed_slots(self, segment: Segment) -> set[int]:
         """Return the indexes of the chunk slots of a segment that drafts still need."""

@@ -62,7 +62,6 @@ class FlushState:
         moved_at: When a chunk or record last reached the object tier, or nothing was pending, monotonic seconds.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
         object_waits: Number of changes that wait until the object tier has them.
-        holders: Holders of chunks in the nvme tier: unfinished files.
         counters: Counts of events, by name.
         room: The drafts of other hosts; ``None`` if there are no peers.
         peering: The exchange with other hosts; ``None`` if there are no peers.
@@ -94,7 +93,6 @@ class FlushState:
         self.persisting_since: float | None = None
         self.moved_at = clock.monotonic()
         self.local_waits = self.object_waits = 0
-        self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
         self.room: PeerRoom | None = None
         self.peering: Peering | None = None
@@ -206,15 +204,3 @@ class FlushState:
                 if entry.draft is not draft and entry.slot is not None
                 for other, theirs in zip(entry.draft.names, entry.draft.slots, strict=True)
             )
-
-    # -- chunks written ahead of a draft ---------------------------------------------------------------------------
-
-    def drop_holds(self, draft: Draft) -> None:
-        """Drop the holds on chunks that were written ahead of a draft.
-
-        Call this when the draft itself is in the nvme tier, or no longer pending.
-        """
-        ours = [holder for holder in self.holders if holder.endswith(f":{draft.write_id.hex()}")]
-        if ours and self.nvme is not None:
-            self.nvme.drop_hold(*ours)
-            self.holders.difference_update(ours)

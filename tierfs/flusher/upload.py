@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
 from tierfs.clock import Pace
-from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
-from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.reader import ChunkSources, slot_at
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import SlotRef
-from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
@@ -229,17 +225,6 @@ class Uploader:
         with self._state.changed:
             self._state.entries.note_sent(entry, row.raw_length)
 
-    def put(self, chunk: Slot) -> None:
-        """Put a slot's chunk into the object tier before any record names it."""
-        row = Row(ChunkName(chunk.name[1:]), chunk.length, 0)
-        local = self._state.sources(DigestKind(chunk.name[0]), {row.name.digest: SlotRef.of(chunk)})
-        if self._state.access.call(lambda publisher: self._put(publisher, row, local)) is None:
-            raise StoreError(
-                "a chunk in the ram tier could not be read back as written; the flusher reads it again",
-                transient=True,
-                tier="ram",
-            )
-
     def _put(
         self,
         publisher: StorePublisher,
@@ -322,7 +307,6 @@ class Uploader:
                 state.room.finish([entry.draft.write_id for entry in done if entry.room is not None])
             for entry in done:
                 if entry.room is None and entry.slot is not None:
-                    state.drop_holds(entry.draft)
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")
         except Exception as error:  # noqa: BLE001 - publishing it again finds the records, then releases it

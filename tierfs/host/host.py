@@ -23,7 +23,7 @@ import xxhash
 from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.filesystems import entries_of, filesystem_of, is_network, make_private, open_lock_file, refused
-from tierfs.host.segment_folder import FALLBACK, SegmentFolder
+from tierfs.host.segment_folder import FALLBACK, OVERFLOW, SegmentFolder
 
 SMALL_SHM = (
     "Shared memory is too small or cannot be used; segments are kept in the state directory instead. Staging will be slower. Give the "
@@ -151,6 +151,7 @@ class Host:
         segments: The host's folder of segments: in shared memory, or `fallback` (with a warning) if that cannot be
             used.
         fallback: The folder in the state directory, for segments that do not fit into shared memory.
+        overflow: The folder in the state directory, for segments of files that do not fit into the ram budget.
 
     Raises:
         ReadOnlyError: The directory, or the folder of segments that the host uses, belongs to another user or is open
@@ -185,12 +186,13 @@ class Host:
         weakref.finalize(self, folder.close).atexit = False
         self.segments = folder.path
         self.fallback = self.directory / FALLBACK
+        self.overflow = self.directory / OVERFLOW
         if folder.why_not is not None:
             _logger.warning("%s (%s)", SMALL_SHM, folder.why_not)
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders of segments, in the order in which they are tried."""
+        """The folders of segments that count against the ram budget, in the order in which they are tried."""
         return (self.segments,) if self.segments == self.fallback else (self.segments, self.fallback)
 
     def name(self) -> str:

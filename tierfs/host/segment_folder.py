@@ -19,7 +19,10 @@ from tierfs.errors import ReadOnlyError, StoreError, TierfsError
 from tierfs.host.filesystems import entries_of, make_private, open_lock_file, refused
 
 FALLBACK = "segments"
-"""Name of the folder in the state directory."""
+"""Name of the folder in the state directory, for segments that do not fit into shared memory."""
+
+OVERFLOW = "overflow"
+"""Name of the folder in the state directory for segments of files that do not fit into the ram budget."""
 
 NAMING_FILE = "segments.txt"
 """File in the state directory. Its lines are the folder, and the device of the filesystem that holds it."""

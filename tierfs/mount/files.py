@@ -310,7 +310,7 @@ class Files:
         """
         store, level = self._state.store, self._state.level
         tiers, wanted = store.tiers, store.ack if level is None else level
-        if tiers is not None and tiers.ram.holds_chunks and is_staged(store, path, wanted):
+        if tiers is not None and is_staged(store, path, wanted):
             usage = tiers.ram.usage()
             if usage.budget_bytes - usage.used_bytes + usage.clean_bytes < AHEAD_RAM_BYTES:
                 tiers.counters.fall_back(

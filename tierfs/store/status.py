@@ -153,9 +153,9 @@ def _oldest_age_s(drafts: Iterable[Draft], now_s: float) -> float:
 
 def _ram_tier(ram: RamTier) -> dict[str, Any]:
     usage = asdict(ram.usage())
-    disk_segments = usage.pop("disk_segments")
-    report = {**usage, "gives": Level.STAGED.label, "fallbacks": {"disk_segments": disk_segments}}
-    if disk_segments or ram.host.segments == ram.host.fallback:
+    fallbacks = {name: usage.pop(name) for name in ("disk_segments", "overflow_segments")}
+    report = {**usage, "gives": Level.STAGED.label, "fallbacks": fallbacks}
+    if fallbacks["disk_segments"] or ram.host.segments == ram.host.fallback:
         report["problem"] = SMALL_SHM
     return report
 

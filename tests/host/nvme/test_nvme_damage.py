@@ -135,7 +135,7 @@ def test_files_that_are_no_chunks_are_left_alone(stored):
     assert (chunks / "ab").is_dir()
 
 
-def test_a_tier_is_needed_while_it_has_a_draft_or_a_hold(directory):
+def test_a_tier_is_needed_while_it_has_a_draft(directory):
     assert not is_needed(directory)
     tier = open_tier(directory)
     write(tier, 1, keep=False)
@@ -143,10 +143,6 @@ def test_a_tier_is_needed_while_it_has_a_draft_or_a_hold(directory):
     seq = save(tier, "a", 2)
     assert is_needed(directory)
     tier.forget_drafts(seq)
-    assert not is_needed(directory)
-    tier.hold("somebody", write(tier, 3))
-    assert is_needed(directory)
-    tier.drop_hold("somebody")
     assert not is_needed(directory)
 
 

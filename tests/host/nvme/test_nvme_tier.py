@@ -135,38 +135,20 @@ def test_a_written_chunk_is_clean_and_survives_reopening(tier, directory):
     assert not read(again, 1)
 
 
-def test_a_chunk_is_dirty_while_a_draft_or_a_holder_needs_it(tier, directory):
+def test_a_chunk_is_dirty_while_a_draft_needs_it(tier, directory):
     reader = NvmeReader(directory)
     (name,) = write(tier, 1)
     first, second = tier.commit([draft("a", [name]), draft("b", [name])])
-    tier.hold("open:me:1", [name])
     for drop in (
         lambda: tier.forget_drafts(first),
         lambda: tier.forget_drafts(second),
-        lambda: tier.drop_hold("open:me:1"),
     ):
         assert tier.evict([name]) == 0
         assert tier.usage().clean_bytes == reader.usage().clean_bytes == 0
         drop()
     assert tier.usage().dirty_bytes == reader.usage().dirty_bytes == 0
-    tier.hold("open:me:2", [name])
-    assert reader.usage().dirty_bytes == file_bytes(CHUNK)
-    tier.drop_hold("open:me:2")
     assert tier.evict([name]) > 0
     assert not tier.has(name)
-
-
-def test_holds_survive_reopening(tier, directory):
-    tier.hold("open:me:1", write(tier, 1))
-    tier.hold("open:me:1", write(tier, 2))
-    tier.hold("open:you:2", write(tier, 3))
-    with pytest.raises(ChunksGoneError):
-        tier.hold("open:you:2", [content_of(4)[0]])
-    again = open_tier(directory)
-    assert again.holders() == ["open:me:1", "open:you:2"]
-    assert again.evict() == 0
-    again.drop_hold("open:me:1", "open:you:2")
-    assert again.evict() == 3 * file_bytes(CHUNK)
 
 
 def test_a_chunk_is_kept_for_a_minute_until_its_draft_is_stored(directory):
@@ -409,19 +391,15 @@ def test_a_chunk_whose_flush_fails_is_not_stored(tier, directory, monkeypatch):
 
 def test_names_whose_flush_fails_are_not_believed_the_second_time(tier, monkeypatch):
     save(tier, "before", 1)
-    names, held = write(tier, 2), write(tier, 3)
-    tier.hold("open:me:1", held)
+    names = write(tier, 2)
     failing_once(monkeypatch, "fsync", is_directory)
     with pytest.raises(StoreError, match="Input/output"):
         tier.commit([draft("a", names)])
     with pytest.raises(ChunksGoneError):
         tier.commit([draft("a", names)])
-    with pytest.raises(StoreError, match="fsync failed"):
-        tier.commit([draft("b", held)])
     save(tier, "a", 2)
     assert paths(tier) == ["before", "a"]
     assert read(tier, 2)
-    assert read(tier, 3)
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync", "rename"])

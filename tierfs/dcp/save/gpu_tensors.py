@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ import torch
 from tierfs.dcp.save.copy import Addresses, address_of
 from tierfs.dcp.save.gpu_staging import pin
 from tierfs.dcp.save.plan import TensorPlan, plan_of
-from tierfs.dcp.save.shard_file import FileRun, RunMemory, ShardFile, say_waves
+from tierfs.dcp.save.shard_file import FileRun, RunMemory, ShardFile
 from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
-from tierfs.errors import CapacityError
 from tierfs.gc_pause import detached
 from tierfs.threads import start_daemon
 
@@ -61,11 +60,6 @@ class Later:
             for number, view in self.file.views(plan, memories):
                 self._views[theirs[number]] = view
         return [(number, view) for number, view in enumerate(self._views) if view is not None]
-
-    def replace(self, views: Mapping[int, torch.Tensor]) -> None:
-        """Put other views in the place of these."""
-        for number, view in views.items():
-            self._views[number] = view
 
     def begin(self) -> None:
         """Start a thread that makes the outstanding views.
@@ -175,7 +169,7 @@ def begin_tensors(
         For each tensor, a view of the file with the same dtype and shape, on the CPU.
 
     Raises:
-        CapacityError: A tensor found no contiguous room before the timeout.
+        CapacityError: There is no room: see `ShardFile.begin_runs`.
         InvalidInputError: A CUDA graph is being captured, or the requested mode is not possible.
     """
     later = Later(file, len(tensors))
@@ -224,13 +218,7 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
         CapacityError: There is no room, and ``is_alone`` is false.
     """
     try:
-        try:
-            rooms = [file.make_room(job.plan) for job in jobs]
-        except CapacityError as error:
-            if not is_alone:
-                raise
-            _go_in_waves(file, error, later)
-            rooms = [file.make_room(job.plan) for job in jobs]
+        rooms = [file.make_room(job.plan) for job in jobs]
         for job, begun in zip(jobs, rooms, strict=True):
             later.add(job.numbers, job.plan, [memory for _, memory in begun])
             job.runs += [run for run, _ in begun]
@@ -265,16 +253,3 @@ def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
         file.gpu.tell(file.store, sum(job.transfer.skipped_bytes for job in jobs))
     except Exception as error:  # noqa: BLE001 - must not fail a save
         _logger.warning("`tierfs status` in other processes may not show the device tier: %s", error)
-
-
-def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:
-    """Move a file that is too large into private memory.
-
-    It is then read in waves, which need the room that it occupies.
-    """
-    say_waves(file.store, error)
-    # No caller has these views yet: a staged state gives out nothing before all views are available.
-    held = later.made()
-    copies = file.private_copies([view for _, view in held])
-    later.replace({number: copied for (number, _), copied in zip(held, copies, strict=True)})
-    file.become_private()

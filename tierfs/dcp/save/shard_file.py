@@ -6,7 +6,6 @@ their memory, adds items that were not staged, and gives the file its name. So t
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -16,17 +15,16 @@ import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.copy import Addresses, address_of, copy_ranges
+from tierfs.dcp.save.copy import Addresses, copy_ranges
 from tierfs.dcp.save.gpu_staging import GpuStaging, hide_damaged
-from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, described, plan_of, plan_runs, unique
+from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, described, plan_runs, unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
-from tierfs.errors import CapacityError, CorruptionError, StoreError
+from tierfs.errors import CorruptionError, StoreError
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
 from tierfs.store.write.in_place import Run, StagedFile
 from tierfs.threads import processors
-from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment
@@ -65,46 +63,32 @@ class RunMemory(np.ndarray[Any, Any]):
     run: FileRun
 
 
-class FileState(enum.Enum):
-    """The states of a shard file: see `ShardFile`."""
-
-    OPEN = "open"
-    PRIVATE = "private"
-    OVER = "over"
-
-
 class ShardFile:
     """A shard file. For one thread at a time.
 
     Args:
         store: The store that it is saved to.
         gpu: Moves tensors from a GPU.
-        private: Use memory of this process alone. Such a file is only read from; it cannot be committed to the store.
-        waits: Whether to wait for room.
+        waits: Whether to wait for room in the ram tier, and to use the disk of the state directory if none comes.
 
     Attributes:
-        state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory may have
-            another owner.
+        is_over: Whether it was saved or discarded, so that its memory may have another owner.
         runs: In order.
         names: The names that the header uses.
         transfers: Transfers from GPUs, each with the runs that it fills.
     """
 
-    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False, waits: bool = True) -> None:
+    def __init__(self, store: Store, gpu: GpuStaging, *, waits: bool = True) -> None:
         self.gpu = gpu
         self._waits = waits
-        self.state = FileState.PRIVATE if private else FileState.OPEN
+        self.is_over = False
         self.transfers: list[tuple[Transfer, list[FileRun]]] = []
         self.store = store
-        self._file: StagedFile | None = None
+        self._file = StagedFile(store)
         self._has_arrived = False
-        self._room: int | None = None
-        self._used = 0
+        self._share: int | None = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
         self.runs: list[FileRun] = []
         self.names = {METADATA_NAME}
-        if not private:
-            self._file = StagedFile(store)
-            self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
 
     def wait_filled(self) -> None:
         """Wait until the file holds the bytes of the tensors that were on a GPU. Nothing may be read from it before.
@@ -121,31 +105,15 @@ class ShardFile:
             raise
 
     def segments(self) -> set[Segment]:
-        """Return the segments that the file lies in; none if its memory is private."""
-        return self._file.segments() if self._file is not None else set()
-
-    def private_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies in private memory, to be read in waves: the waves need the room that the file occupies."""
-        return ShardFile(self.store, self.gpu, private=True).add_from_host([("", tensor) for tensor in tensors])
-
-    def become_private(self) -> None:
-        """Release the shared memory, and continue in memory of this process alone."""
-        shared, self._file = self._file, None
-        if self.state is FileState.OPEN:  # it may have been discarded meanwhile
-            self.state = FileState.PRIVATE
-        self._room = None
-        self.runs.clear()
-        if shared is not None:
-            shared.abort()
+        """Return the segments that the file lies in; none without local tiers."""
+        return self._file.segments()
 
     def make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
         """Reserve memory for planned tensors, and return their runs.
 
         Raises:
-            CapacityError: The tensors exceed this rank's share of the ram tier, or no room became free before the
-                timeout.
+            CapacityError: There is no room: see `begin_runs`.
         """
-        self._reserve(plan.length)
         is_free = self.names.isdisjoint(plan.names)
         if is_free:
             self.names |= plan.names
@@ -155,16 +123,6 @@ class ShardFile:
             if not is_free:
                 run.entries = [entry._replace(name=unique(entry.name, self.names)) for entry in planned.entries]
         return begun
-
-    def add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Copy named tensors in host memory into the file, and return views of the copies, in order.
-
-        Each view has a storage of its own, because pickling a tensor pickles its whole storage. Raises as `make_room`.
-        """
-        plan, plain = plan_of(tensors), [tensor for _, tensor in tensors]
-        addresses = np.fromiter(map(address_of, plain), np.uint64, len(plain))
-        found = self.views(plan, self.copy_from_host(plan, plain, addresses))
-        return [view for _, view in sorted(found)]
 
     def copy_from_host(
         self, plan: TensorPlan, tensors: Sequence[torch.Tensor], addresses: Addresses
@@ -205,7 +163,6 @@ class ShardFile:
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Place]:
         """Copy the bytes of serialised objects into the file. Raises as `make_room` does."""
         pieces = [PlannedPiece(name, "bytes", len(data)) for name, data in objects]
-        self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Place] = {}
         plans = plan_runs(pieces)
         for plan, (run, _) in zip(plans, self.begin_runs([plan.lengths for plan in plans]), strict=True):
@@ -226,9 +183,8 @@ class ShardFile:
         Raises:
             TierfsError: See `wait_filled`.
         """
-        assert self._file is not None
         self.wait_filled()
-        self.state = FileState.OVER
+        self.is_over = True
         return self._file
 
     def check_is_held(self) -> None:
@@ -239,7 +195,7 @@ class ShardFile:
             TierfsError: See `wait_filled`.
         """
         self.wait_filled()
-        if self.state is FileState.OVER:
+        if self.is_over:
             raise StoreError(
                 "the staged state was saved or discarded before, and its memory may be reused: stage it again"
             )
@@ -284,42 +240,27 @@ class ShardFile:
 
     def abort(self) -> None:
         """Release all memory of the file. Views of it show arbitrary bytes from then on."""
-        self.state = FileState.OVER
+        self.is_over = True
         for transfer, _ in self.transfers:
             transfer.cancel()  # otherwise it would write into memory that has another owner by then
-        if self._file is not None:
-            self._file.abort()
-
-    def _reserve(self, length: int) -> None:
-        """Check that so many more bytes can fit at all: waiting does not free the memory that this file holds.
-
-        Raises:
-            CapacityError: They exceed this rank's share of the ram tier.
-        """
-        self._used += length
-        if self._room is not None and self._used > self._room:
-            raise CapacityError(
-                f"{format_bytes(self._used)} are more than this rank's share of the ram tier, {format_bytes(self._room)}: "
-                "raise ram= (TIERFS_RAM)",
-                tier="ram",
-            )
+        self._file.abort()
 
     def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
         """Reserve runs of chunks of these lengths, and return them with their memory.
 
-        The memory refers to this file, and only tensors refer to the memory. So the tensors keep the file alive.
+        The memory refers to this file, and only tensors refer to the memory. So the tensors keep the file alive. Runs
+        beyond this rank's share of the ram tier, or for which no room became free before the timeout, lie on the disk of
+        the state directory, unless the call or the file does not wait.
 
         Raises:
-            CapacityError: There is no room. With ``wait``, none became free before the timeout.
+            CapacityError: There is no room.
         """
-        if self._file is None:
-            if self.store.tiers is not None:
-                self.store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
-            arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
-            return [self._begun(Run(array.data, len(array), []), array) for array in arrays]
+        waits = wait and self._waits
+        used = sum(run.memory.length for run in self.runs)
+        share = None if self._share is None or not waits else max(self._share - used, 0)
         begun = [
             self._begun(memory, np.frombuffer(memory.view, np.uint8))
-            for memory in self._file.add_runs(runs, wait=wait and self._waits)
+            for memory in self._file.add_runs(runs, wait=waits, share_bytes=share)
         ]
         self.runs += [run for run, _ in begun]
         return begun
@@ -357,11 +298,3 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Place] | None:
     if (dtype, shape, length) != (entry.dtype, entry.shape, entry.length):
         entry = HeaderEntry(entry.name, dtype, shape, at, length)
     return memory.file, (run, entry)
-
-
-def say_waves(store: Store, error: CapacityError) -> None:
-    """Note that a part goes through the ram tier in waves, and why. Without local tiers nothing is noted."""
-    if store.tiers is not None:
-        store.tiers.counters.fall_back(
-            "waves", "a checkpoint's part does not fit into the ram tier and is stored in several waves: %s", str(error)
-        )

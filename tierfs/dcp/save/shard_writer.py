@@ -1,30 +1,28 @@
 """Write a rank's items to its shard file.
 
-They are written from the memory where they were staged, or copied there now. A file that does not fit into the ram tier
-is written from front to back instead, so that it passes through in waves.
+They are written from the memory where they were staged, or copied there now.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
+from tierfs.codec.layout.safetensors import HeaderEntry
 from tierfs.dcp.save.gpu_staging import GpuStaging, snapshots_of
 from tierfs.dcp.save.gpu_tensors import copy_in
 from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.shard_file import FileState, Place, ShardFile, memory_of, say_waves, staged_in
-from tierfs.dcp.tensorbytes import bytes_of, refuse_unusual
+from tierfs.dcp.save.shard_file import Place, ShardFile, staged_in
+from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
 from tierfs.host.pending.levels import Level
-from tierfs.store import Store, Writer
+from tierfs.store import Store
 from tierfs.store.commit import part_of
 
 Stored: TypeAlias = tuple[int, list[int], list[int]]
@@ -40,13 +38,7 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         StoreError, CapacityError, ConflictError, TimeoutError: The file could not be stored.
         InvalidInputError: A tensor has no elements to store.
     """
-    try:
-        file, places = _place(store, items, gpu)
-    except CapacityError as error:
-        say_waves(store, error)
-        items = _without_room(store, items)
-        data = [(item.index.fqn, data.getbuffer() if isinstance(data, io.BytesIO) else data) for item, data in items]
-        return stream(store, path, data)
+    file, places = _place(store, items, gpu)
     tensors = (
         (item.index, data, place)
         for (item, data), place in zip(items, places, strict=True)
@@ -76,10 +68,6 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
         found = staged_in(data)
         if found is not None:
             found[0].check_is_held()
-            if found[0].state is FileState.PRIVATE:
-                raise CapacityError(
-                    "there was no room to stage the state, and the save does not wait for room again", tier="ram"
-                )
         if found is not None and found[0].store is store and file in {None, found[0]}:
             file, places[number] = found
         else:
@@ -96,7 +84,7 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             places[number] = place
     except BaseException:
         if is_new:
-            file.abort()  # its memory is needed to write in waves
+            file.abort()  # the next save needs its memory
         raise
     return file, [place for place in places if place is not None]
 
@@ -111,60 +99,6 @@ def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
         else (None, HeaderEntry(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), 0, 0))
         for view, (name, tensor) in zip(views, tensors, strict=True)
     ]
-
-
-def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Sequence[tuple[WriteItem, Any]]:
-    """Return items to be read in waves. The file in which they were staged is released to make room.
-
-    Raises:
-        StoreError: The staged state was saved or discarded before.
-        TierfsError: See `ShardFile.wait_filled`.
-    """
-    tensors = {number: data for number, (item, data) in enumerate(items) if item.type is not WriteItemType.BYTE_IO}
-    file: ShardFile | None = None
-    for found in filter(None, map(staged_in, tensors.values())):
-        found[0].check_is_held()
-        found[0].check_arrived()
-        if file is None and found[0].store is store and found[0].state is FileState.OPEN:
-            file = found[0]
-    if file is None:
-        return items
-    held = [
-        number for number, data in tensors.items() if (memory := memory_of(data)) is not None and memory.file is file
-    ]
-    copies = dict(zip(held, file.private_copies([tensors[number] for number in held]), strict=True))
-    file.abort()
-    return [(item, copies.get(number, data)) for number, (item, data) in enumerate(items)]
-
-
-def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | memoryview]]) -> Stored:
-    """Write a shard file from front to back. At most one tensor is copied at a time.
-
-    The path is relative to the store, and drawn at random. Tensors are dense, on any device.
-
-    Raises:
-        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
-    """
-    entries, names, at = [], {METADATA_NAME}, 0
-    for name, data in items:
-        length = data.nbytes
-        dtype, shape = (
-            described(data.dtype, data.shape, length) if isinstance(data, torch.Tensor) else ("U8", (length,))
-        )
-        entries.append(HeaderEntry(unique(name, names), dtype, shape, at, length))
-        at += length
-    head = header(entries)
-    writer = Writer(store, path, metadata=part_of(store), is_new=True)
-    try:
-        writer.write(head)
-        for _, data in items:
-            if data.nbytes:
-                writer.write(bytes_of(data) if isinstance(data, torch.Tensor) else data)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    return len(head) + at, [len(head) + entry.at for entry in entries], [entry.length for entry in entries]
 
 
 def commit_shard(

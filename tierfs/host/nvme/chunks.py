@@ -57,7 +57,7 @@ class TierChunks:
     Attributes:
         files: Reads the chunks.
         used_bytes: Size of all files of the tier, and of those that are being written.
-        needed_bytes: Size of all chunks that a draft or hold needs.
+        needed_bytes: Size of all chunks that a draft needs.
         evicted_bytes: Bytes evicted since the tier was opened.
     """
 
@@ -74,7 +74,7 @@ class TierChunks:
         self._sizes: dict[bytes, int] = {}
         self._writing: set[bytes] = set()
         self._missing: set[bytes] = set()  # needed, but not there
-        self._needs: Counter[bytes] = Counter()  # how many drafts, holds and running commits name a chunk
+        self._needs: Counter[bytes] = Counter()  # how many drafts and running commits name a chunk
         self._fresh: dict[bytes, float] = {}  # monotonic time at which a caller last wrote a chunk, or asked for it
         self._oldest: list[tuple[int, bytes]] = []  # a heap of chunks that may be clean, by time of use
         self._queued: set[bytes] = set()  # the names in `_oldest`
@@ -115,7 +115,7 @@ class TierChunks:
             self._fresh.update((name, now) for name in names if name in self._sizes)
 
     def unprotect(self, names: Iterable[bytes]) -> None:
-        """End the protection of these chunks, because a draft or hold that needs them is stored."""
+        """End the protection of these chunks, because a draft that needs them is stored."""
         with self._lock:
             for name in names:
                 self._fresh.pop(name, None)
@@ -187,7 +187,7 @@ class TierChunks:
 
         Raises:
             StoreError: The flush failed. Names that are not durable may be lost, and a second flush may not report it.
-                So the chunks are dropped, once no hold needs them.
+                So the chunks are dropped, once nothing needs them.
         """
         with self._lock:
             names = dict(self._unflushed)
@@ -212,7 +212,7 @@ class TierChunks:
     # -- needing -------------------------------------------------------------------------------------------------------
 
     def need(self, names: Iterable[bytes]) -> list[bytes]:
-        """Note that a draft or hold needs each of these chunks, if the tier has all of them. Return those that it lacks."""
+        """Note that a draft needs each of these chunks, if the tier has all of them. Return those that it lacks."""
         wanted = list(names)
         with self._lock:
             gone = [name for name in wanted if name not in self._sizes]
@@ -221,7 +221,7 @@ class TierChunks:
         return gone
 
     def expect(self, names: Iterable[bytes]) -> None:
-        """Note that a stored draft or hold needs each of these chunks, whether or not the tier has them."""
+        """Note that a stored draft needs each of these chunks, whether or not the tier has them."""
         with self._lock:
             self._count(names)
 
@@ -242,7 +242,7 @@ class TierChunks:
             raise StoreError(f"{self._directory}: an fsync failed, so a chunk may be lost in a crash", tier="nvme")
 
     def unneed(self, names: Iterable[bytes]) -> None:
-        """Note that a draft or hold no longer needs each of these chunks."""
+        """Note that a draft no longer needs each of these chunks."""
         with self._lock:
             for name in names:
                 self._needs[name] -= 1
@@ -256,7 +256,7 @@ class TierChunks:
                         self._queue(name, 0)
 
     def missing(self) -> set[bytes]:
-        """Return the chunks that a draft or hold needs and the tier lacks."""
+        """Return the chunks that a draft needs and the tier lacks."""
         with self._lock:
             return set(self._missing)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tierfs.errors import FormatError, ReadOnlyError
 from tierfs.host.filesystems import disk_errors
 
-TIER, CHUNKS, DRAFTS, HOLDS = "nvme", "chunks", "drafts", "holds"
+TIER, CHUNKS, DRAFTS = "nvme", "chunks", "drafts"
 """The tier's directory in the store's directory, and the directories in it."""
 BUDGET_BYTES_MIN = 256 << 10
 """The smallest budget of an nvme tier."""

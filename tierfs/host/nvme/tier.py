@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.events import Faults, no_faults
-from tierfs.host.filesystems import disk_errors, entries_of, filesystem_of, flush_directory, is_durable, make_private
+from tierfs.host.filesystems import disk_errors, filesystem_of, flush_directory, is_durable, make_private
 from tierfs.host.nvme.batch import (
     BatchDraft,
     DraftBatches,
@@ -35,7 +34,6 @@ from tierfs.host.nvme.head import (
     BUDGET_BYTES_MIN,
     CHUNKS,
     DRAFTS,
-    HOLDS,
     TIER,
     NvmeUsage,
     TierHead,
@@ -57,7 +55,7 @@ def is_needed(directory: Path) -> bool:
     """Return whether an nvme tier that cannot be opened may hold data that exists nowhere else."""
     tier = directory / TIER
     try:
-        return bool(list_batches(tier / DRAFTS)[0] or entries_of(tier / HOLDS))
+        return bool(list_batches(tier / DRAFTS)[0])
     except TierfsError:
         return True
 
@@ -72,7 +70,7 @@ class NvmeTier:
         faults: Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``. Steps are
             ``tier.make``, ``tier.scan``, ``chunk.write``, ``chunk.sync``, ``chunk.rename``, ``chunk.remove``,
             ``chunks.sync``, ``batch.write``, ``batch.rename``, ``batch.sync``, ``batch.finish``, ``conflict.write``,
-            ``conflict.rename``, ``conflict.sync``, ``hold.rename``, ``head.change``.
+            ``conflict.rename``, ``conflict.sync``, ``head.change``.
 
     Raises:
         CapacityError: The disk has no room for the directory.
@@ -91,14 +89,13 @@ class NvmeTier:
         self._clock = clock
         self._faults = faults
         self._is_durable = is_durable(filesystem_of(directory))
-        self._lock = threading.Lock()  # held while drafts and holds change
+        self._lock = threading.Lock()  # held while drafts change
         self._numbers = itertools.count()
         tier = directory / TIER
-        self._holds_directory = tier / HOLDS
         self._drafts_directory = tier / DRAFTS
         faults("before tier.make")
         with disk_errors(tier):
-            for each in (tier, tier / CHUNKS, self._drafts_directory, self._holds_directory):
+            for each in (tier, tier / CHUNKS, self._drafts_directory):
                 make_private(each)
             flush_directory(tier)
             flush_directory(directory)
@@ -111,10 +108,9 @@ class NvmeTier:
         self.fallbacks: Counter[str] = Counter()
         self._batches = DraftBatches(tier / DRAFTS, faults=faults, fallbacks=self.fallbacks)
         self._has_lost = any(draft.place < 0 for draft in self._batches.drafts.values())
-        self._holds = self._read_holds()
         self._write_ids = {draft.write_id: seq for seq, draft in self._batches.drafts.items()}
-        for names in (*(draft.names for draft in self._batches.drafts.values()), *self._holds.values()):
-            self._chunks.expect(names)
+        for draft in self._batches.drafts.values():
+            self._chunks.expect(draft.names)
         self._chunks.charge(self._batches.used_bytes)
         self._chunks.shrink()
         faults("after tier.scan")
@@ -138,7 +134,7 @@ class NvmeTier:
         keep: bool = True,
         is_sound: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write a chunk, unless the tier has it already. It is clean until a draft or hold needs it.
+        """Write a chunk, unless the tier has it already. It is clean until a draft needs it.
 
         Its bytes are durable when this method returns. Its name is durable after the next `commit` of drafts.
 
@@ -260,61 +256,6 @@ class NvmeTier:
         numbers = (self._changes, chunks.used_bytes, dirty, len(chunks), self._damaged())
         write_head(self.directory / TIER, TierHead(self._budget_bytes, *numbers))
         self._faults("after head.change")
-
-    # -- holds ---------------------------------------------------------------------------------------------------------
-
-    def hold(self, holder: str, names: Sequence[bytes]) -> None:
-        """Hold chunks for an unfinished file, in addition to those that the holder has.
-
-        A hold outlives the flusher, but not the host: then the file is gone, too.
-
-        Raises:
-            ChunksGoneError: The tier lacks some of the chunks. Nothing was changed.
-            StoreError: The hold could not be stored.
-        """
-        with self._lock:
-            self._need(names)
-            held = [*self._holds.get(holder, ()), *names]
-            path, temporary = self._holds_directory / holder, self._holds_directory / f".{next(self._numbers)}"
-            try:
-                with disk_errors(path):
-                    temporary.write_bytes(b"".join(bytes([len(name)]) + name for name in held))
-                    self._faults("before hold.rename")
-                    os.rename(temporary, path)
-            except Exception:
-                self._chunks.unneed(names)
-                raise
-            self._faults("after hold.rename")
-            self._chunks.unprotect(names)
-            self._holds[holder] = held
-            self._change()
-
-    def drop_hold(self, *holders: str) -> None:
-        """Release all chunks that these holders hold."""
-        with self._lock, disk_errors(self._holds_directory):
-            for holder in holders:
-                names = self._holds.pop(holder, None)
-                if names is not None:
-                    (self._holds_directory / holder).unlink(missing_ok=True)
-                    self._chunks.unneed(names)
-            self._change()
-
-    def holders(self) -> list[str]:
-        return sorted(self._holds)
-
-    def _read_holds(self) -> dict[str, list[bytes]]:
-        found = {}
-        for entry in entries_of(self._holds_directory):
-            with disk_errors(entry.path):
-                if entry.name.startswith("."):
-                    os.unlink(entry.path)  # a crash has left it
-                    continue
-                data, at, names = Path(entry.path).read_bytes(), 0, []
-            while at < len(data):
-                names.append(data[at + 1 : at + 1 + data[at]])
-                at += 1 + data[at]
-            found[entry.name] = names
-        return found
 
     def pin(self, name: bytes) -> list[bytes]:
         """Keep a chunk until `unpin`, which the caller guarantees. Return the name in a list, empty without a copy."""

@@ -50,7 +50,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 
 
-def allocate(fd: int, size: int, path: str, *, threads: int | None = None) -> memoryview:
+def allocate(fd: int, size: int, path: str, *, threads: int | None = None, populates: bool = True) -> memoryview:
     """Reserve all the memory of a file, so that later writes cannot fail, and map it. Releases the GIL.
 
     Args:
@@ -58,6 +58,7 @@ def allocate(fd: int, size: int, path: str, *, threads: int | None = None) -> me
         size: Size in bytes.
         path: Name of the file in errors.
         threads: Maximum number of threads; by default `THREADS_MAX`. Never more than processors.
+        populates: Whether to map its pages now. If not, only its room on the disk is reserved.
 
     Returns:
         The file, shared and writable.
@@ -76,8 +77,9 @@ def allocate(fd: int, size: int, path: str, *, threads: int | None = None) -> me
                 if failures:
                     break
                 length = min(PIECE_BYTES, size - at)
-                _have_huge(memory, at, length)
-                if not populate(memory, at, length):
+                if populates:
+                    _have_huge(memory, at, length)
+                if not populates or not populate(memory, at, length):
                     # madvise does not say why it failed. posix_fallocate does, and is the only way on an older kernel.
                     os.posix_fallocate(fd, at, length)
         except BaseException as error:  # noqa: BLE001 - raised when all threads have ended, an interrupt too

@@ -2,7 +2,8 @@
 
 The file of a segment exists with its full size before it has memory, whatever process and store it belongs to. So the
 taken budget is the sum of the sizes, less the memory that was released. A process that sums and creates a file under
-the host's lock cannot exceed the budget.
+the host's lock cannot exceed the budget. Segments of files that do not fit into the budget lie in a folder on the disk
+of the state directory, which is bounded by that disk alone.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _logger = logging.getLogger("tierfs.local")
 
 
 class SegmentFile(NamedTuple):
-    """A file that counts against the budget.
+    """A file of a segment.
 
     Attributes:
         name: Its parsed name.
         path: Its path.
-        size: Bytes that it takes of the budget, table included.
+        size: Bytes that it occupies, table included.
         missing: Bytes that have no memory yet; 0 unless the memory is being reserved.
     """
 
@@ -60,7 +61,8 @@ class RamBudget:
 
     Attributes:
         directory: The first folder; in shared memory if possible.
-        folders: All folders, in the order in which they are tried.
+        folders: The folders that count against the budget, in the order in which they are tried.
+        overflow: The folder for files that do not fit into the budget.
     """
 
     def __init__(self, host: Host) -> None:
@@ -68,13 +70,21 @@ class RamBudget:
         self._asked = host.directory / ASKED_FILE
         self._own_ns = 0  # when this object last asked for room
         self.folders = host.folders
+        self.overflow = host.overflow
         self.directory = self.folders[0]
         make_private(self.directory)
 
     def files(self) -> list[SegmentFile]:
-        """Return all files that count, sorted by name."""
+        """Return the files that count against the budget, sorted by name."""
+        return self._sized(self._entries(self.folders))
+
+    def overflow_files(self) -> list[SegmentFile]:
+        """Return the files of segments that do not fit into the budget, sorted by name."""
+        return self._sized(self._entries([self.overflow]))
+
+    def _sized(self, entries: Iterable[tuple[FileName, os.DirEntry[str]]]) -> list[SegmentFile]:
         found = []
-        for name, entry in self._entries():
+        for name, entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 holes = max(status.st_size - status.st_blocks * SECTOR_BYTES, 0)
@@ -83,18 +93,18 @@ class RamBudget:
         return found
 
     def paths(self) -> list[tuple[FileName, Path]]:
-        """Return the names and paths of all files that count, sorted by name."""
-        return [(name, Path(entry.path)) for name, entry in self._entries()]
+        """Return the names and paths of all files, sorted by name."""
+        return [(name, Path(entry.path)) for name, entry in self._entries([*self.folders, self.overflow])]
 
     def stamps(self) -> list[int]:
         """Return when each folder last changed, in nanoseconds; 0 for a missing folder."""
-        return [_changed_ns(folder) for folder in self.folders]
+        return [_changed_ns(folder) for folder in (*self.folders, self.overflow)]
 
     def free_bytes(self, folder: Path, files: Iterable[SegmentFile]) -> int:
         """Return the bytes that a folder's filesystem has left for segments, less the memory that is being reserved."""
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize - sum(file.missing for file in files if file.path.parent == folder)
-        if folder != self._host.fallback:
+        if folder not in {self._host.fallback, self.overflow}:
             return free
         # The state directory's disk has other uses, such as the index of the nvme tier.
         return free - min(status.f_blocks * status.f_frsize // DISK_SPARED, DISK_SPARED_BYTES_MAX)
@@ -106,7 +116,7 @@ class RamBudget:
         segments of earlier boots, whose content is lost even if their file is on a disk. Call it under the host's lock.
         """
         found = []
-        for file in self.files():
+        for file in [*self.files(), *self.overflow_files()]:
             is_alive = self._host.is_alive(file.name.owner)
             if file.name.suffix == "slab.new":
                 if not is_alive:
@@ -146,8 +156,9 @@ class RamBudget:
             return False
         return status.st_mtime_ns != self._own_ns and time.time() - status.st_mtime < ASKED_S
 
-    def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
-        entries = [entry for folder in self.folders for entry in entries_of(folder)]
+    @staticmethod
+    def _entries(folders: Iterable[Path]) -> list[tuple[FileName, os.DirEntry[str]]]:
+        entries = [entry for folder in folders for entry in entries_of(folder)]
         named = [(FileName.parse(entry.name), entry) for entry in entries]
         return sorted(((name, entry) for name, entry in named if name is not None), key=lambda found: found[1].name)
 

@@ -2,7 +2,8 @@
 
 A request for slots that finds no room evicts clean copies or adds a segment. A request that can have neither waits,
 with nothing taken, so that no two processes wait for each other's memory. Each process that sees another one wait gives
-back a segment a second.
+back a segment a second. A file that does not fit into the budget gets segments on the disk of the state directory. They
+are removed as soon as they hold copies alone.
 """
 
 from __future__ import annotations
@@ -118,6 +119,28 @@ class SegmentPool:
                 self._waiting -= 1
                 self.waited_s += waited_s
 
+    def take_on_disk(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot]] | None:
+        """Allocate runs of slots, all or none, in segments on the disk of the state directory, beyond the budget.
+
+        Returns:
+            The slots of each run. None if the disk has no room.
+        """
+        found: list[list[Slot] | None] = [None] * len(runs)
+        try:
+            while not self._fit_all(list(filter(self._is_on_disk, self.own)), kind, runs, found):
+                left = [lengths for lengths, slots in zip(runs, found, strict=True) if slots is None]
+                with self._growing:
+                    if not self._grow_on_disk(_longest(left), _size(itertools.chain.from_iterable(left))):
+                        free(found)
+                        return None
+        except BaseException:
+            free(found)
+            raise
+        return [slots for slots in found if slots is not None]
+
+    def _is_on_disk(self, segment: Segment) -> bool:
+        return segment.path.parent == self._ram_budget.overflow
+
     def grow_ahead(self) -> threading.Thread | None:
         """Start a thread that adds memory for another request like the largest, beside the last one and all dirty data.
 
@@ -145,7 +168,7 @@ class SegmentPool:
 
     def give_back(self) -> int:
         """See `RamTier.give_back`."""
-        leaving = [segment for segment in self.own if segment.retired]
+        leaving = [one for one in self.own if one.retired or (self._is_on_disk(one) and not one.awaits())]
         if not self._waiting and self._ram_budget.is_room_asked_for():
             # One at a time: the next save of a process needs its memory again. What is needed stays in memory.
             leaving += sorted(self._in_use(), key=_needed_bytes)[:1]
@@ -182,9 +205,9 @@ class SegmentPool:
         found: list[list[Slot] | None] = [None] * len(runs)
         wanted = _size(itertools.chain.from_iterable(runs))
         try:
-            while not self._fit_all(own := self.own, kind, runs, found):
+            while not self._fit_all(self._within_budget(own := self.own), kind, runs, found):
                 left = [lengths for lengths, slots in zip(runs, found, strict=True) if slots is None]
-                held = sum(segment.data_bytes for segment in own if not segment.retired)
+                held = sum(segment.data_bytes for segment in self._in_use())
                 evicts = not spares_copies and held >= max(min(KEPT_BYTES, self._budget_bytes // 2), 2 * wanted)
                 if not (
                     (evicts and self._evict_for(left))
@@ -238,7 +261,7 @@ class SegmentPool:
 
         Then the budget is used up by this process alone, and none of its data is being filled or flushed.
         """
-        own = self.own
+        own = self._within_budget(self.own)
         if any(segment.awaits() for segment in own):
             return False
         names = {str(segment.header.name) for segment in own}
@@ -247,8 +270,11 @@ class SegmentPool:
         return {str(file.name) for file in files} <= names and left < Layout.for_data(_longest(runs)).size
 
     def _in_use(self) -> list[Segment]:
-        """Return the segments that are not retired."""
-        return [segment for segment in self.own if not segment.retired]
+        """Return the segments within the budget that are not retired."""
+        return [segment for segment in self._within_budget(self.own) if not segment.retired]
+
+    def _within_budget(self, own: Sequence[Segment]) -> list[Segment]:
+        return [segment for segment in own if not self._is_on_disk(segment)]
 
     def _evict_for(self, runs: Sequence[Sequence[int]]) -> bool:
         """Evict copies of as many bytes as these runs need: useless ones first, then by their last use.
@@ -335,12 +361,46 @@ class SegmentPool:
                 with self._host.locked(LOCK):
                     reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
             else:
-                with self._host.locked(LOCK):
-                    segment.path = reservation.finish()
-                with self._lock:
-                    self.own = (*self.own, segment)
+                self._add(segment, reservation)
                 return True
         return False
+
+    def _grow_on_disk(self, longest: int, wanted: int) -> bool:
+        """Add a segment on the disk of the state directory. Return whether it has room for one.
+
+        Raises:
+            InvalidInputError: The tier was closed.
+            StoreError: No segment can be made.
+        """
+        folder = self._ram_budget.overflow
+        with self._host.locked(LOCK):
+            if self._closed:
+                raise InvalidInputError("the ram tier was closed", tier="ram")
+            make_private(folder)
+            for orphan in self._ram_budget.orphans():
+                if self._is_on_disk(orphan):
+                    orphan.unlink()
+            files = self._ram_budget.overflow_files()
+            room, held = self._ram_budget.free_bytes(folder, files), sum(file.size for file in files)
+            layout = next_layout(longest, wanted, held=held, room=room, data_bytes_max=self._data_bytes_max)
+            if layout is None:
+                self.why_not = f"{folder} has {format_bytes(max(room, 0))} to spare"
+                return False
+            header = SegmentHeader.new(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
+            reservation = Reservation(folder, header)
+        try:
+            # Its pages are not written ahead: on a disk, each would be written twice.
+            self._add(Segment.make(reservation, populates=False), reservation)
+        except CapacityError as error:
+            self.why_not = str(error)
+            return False
+        return True
+
+    def _add(self, segment: Segment, reservation: Reservation) -> None:
+        with self._host.locked(LOCK):
+            segment.path = reservation.finish()
+        with self._lock:
+            self.own = (*self.own, segment)
 
     def _reserve(self, header: SegmentHeader, folders: Sequence[Path]) -> Reservation | None:
         """Create a segment's file in the first of these folders that has room. The caller holds the host's lock."""

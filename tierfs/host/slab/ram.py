@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.clock import Clock
-from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, TierfsError
 from tierfs.host.host import Host
 from tierfs.host.slab.budget import LOCK, RamBudget
-from tierfs.host.slab.pool import SMALL_BYTES, SegmentPool
+from tierfs.host.slab.pool import SegmentPool
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import OldSegmentError
 from tierfs.host.slab.table import Layout, SlotKind, SlotState, padded
@@ -52,6 +51,7 @@ class RamUsage:
         clean_bytes: Used bytes that may be evicted.
         segments: Number of segments of this store.
         disk_segments: Number of these that are files in the state directory, because shared memory is too small.
+        overflow_segments: Number of these that are files there, because a file does not fit into the budget.
         waits: Number of times that this process waited for room.
         waited_s: Total time of these waits, in seconds.
         evicted_bytes: Bytes that this process evicted.
@@ -65,6 +65,7 @@ class RamUsage:
     clean_bytes: int
     segments: int
     disk_segments: int
+    overflow_segments: int
     waits: int
     waited_s: float
     evicted_bytes: int
@@ -82,11 +83,8 @@ class RamTier:
 
     Attributes:
         store: The uuid, 32 hex digits.
-        chunks_budget_bytes: The least budget for files of any length.
         why_unread: The error of the last segment that could not be opened.
     """
-
-    chunks_budget_bytes = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
     def __init__(
         self, host: Host, store: str, *, budget_bytes: int, clock: Clock, segment_bytes_max: int = 1 << 30
@@ -108,11 +106,6 @@ class RamTier:
         self._damaged: dict[str, Exception] = {}
         self._seen_ns: list[int] = []
         self.why_unread: BaseException | None = None
-
-    @property
-    def holds_chunks(self) -> bool:
-        """Whether the budget suffices for files of any length: for a whole chunk and something small."""
-        return self.budget_bytes >= self.chunks_budget_bytes
 
     def take(
         self,
@@ -153,8 +146,8 @@ class RamTier:
 
         The slots of a run are adjacent in one segment, each on a page boundary.
         """
-        longest = max((sum(map(padded, lengths)) for lengths in runs), default=0)
-        if longest > self._length_max:
+        if not self.may_hold(runs):
+            longest = max(sum(map(padded, lengths)) for lengths in runs)
             raise CapacityError(
                 f"{format_bytes(longest)} are more than the ram tier can hold in one piece "
                 f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) from {format_bytes(self.budget_bytes)} to "
@@ -165,6 +158,28 @@ class RamTier:
         found = self._pool.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
         if found is None:
             raise self._full(sum(map(padded, itertools.chain(*runs))), timeout_s, self._clock.monotonic() - started)
+        return found
+
+    def may_hold(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Return whether the budget suffices for each of these runs."""
+        return all(sum(map(padded, lengths)) <= self._length_max for lengths in runs)
+
+    def take_on_disk(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot]]:
+        """Allocate all these runs or none, as `take_runs`, but on the disk of the state directory, beyond the budget.
+
+        Raises:
+            CapacityError: The disk has no room for them.
+            InvalidInputError: The tier was closed.
+        """
+        found = self._pool.take_on_disk(kind, runs)
+        if found is None:
+            length = sum(map(padded, itertools.chain(*runs)))
+            raise CapacityError(
+                f"{format_bytes(length)} do not fit into the ram tier ({format_bytes(self.budget_bytes)}), and the disk of "
+                f"the state directory has no room for them either: {self._pool.why_not}; raise ram= (TIERFS_RAM), or free "
+                "space there",
+                tier="ram",
+            )
         return found
 
     def grow_ahead(self) -> threading.Thread | None:
@@ -249,7 +264,7 @@ class RamTier:
                 freed += segment.free_unneeded(kept)
                 # Other processes cannot use clean data in a segment whose file was removed. An owner that released its
                 # segment left only data to flush.
-                left = segment.is_removed() or not int(segment.owner, 16)
+                left = segment.is_removed() or not int(segment.owner, 16) or segment.path.parent == self.host.overflow
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
                     self._drop(segment)
         return freed
@@ -278,6 +293,7 @@ class RamTier:
             clean_bytes=clean,
             segments=len(segments),
             disk_segments=sum(segment.path.parent == self.host.fallback for segment in segments),
+            overflow_segments=sum(segment.path.parent == self.host.overflow for segment in segments),
             waits=self._pool.waits,
             waited_s=self._pool.waited_s,
             evicted_bytes=self._pool.evicted_bytes,

@@ -128,13 +128,13 @@ class Segment:
         renew_in_children(self)
 
     @classmethod
-    def make(cls, reservation: Reservation, *, threads: int | None = None) -> Segment:
+    def make(cls, reservation: Reservation, *, threads: int | None = None, populates: bool = True) -> Segment:
         """Make a segment of a reserved file. The caller then calls `Reservation.finish`.
 
         All its memory is allocated now, which takes a second or two per GiB.
 
         Args:
-            threads: Maximum number of threads that allocate memory; see `allocate`.
+            threads, populates: See `allocate`.
 
         Raises:
             CapacityError: There is not enough memory, or not enough room in the folder. The file is removed.
@@ -142,7 +142,7 @@ class Segment:
         """
         fd, header, path = reservation.fd, reservation.header, reservation.path
         try:
-            memory = allocate(fd.number, header.layout.size, str(path), threads=threads)
+            memory = allocate(fd.number, header.layout.size, str(path), threads=threads, populates=populates)
             fd.write(header.encode())
             return cls(fd, header, path, memory=memory)
         except BaseException:

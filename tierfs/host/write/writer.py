@@ -1,7 +1,6 @@
 """Writes into the host's ram tier: seals chunks and drafts in slabs, and notifies the flusher.
 
-Sealed data is safe without a message, because any later flusher finds it. The message makes the flusher start. If a
-file does not fit into the ram tier as a whole, the writer must ask the flusher to move its first chunks down.
+Sealed data is safe without a message, because any later flusher finds it. The message makes the flusher start.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tierfs.host.events import Counters, Faults, no_faults
 from tierfs.host.filesystems import refused
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.pending.record import Draft, SlotRef
-from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
@@ -42,8 +41,6 @@ SILENT_S = 30.0
 NEWS_S = 0.02
 # Maximum in one message, which must fit into a packet.
 NAMES_MAX = 500
-# Chunks that one request moves down. Its timeout has to suffice for all of them on a slow object tier.
-SPILL_MAX = 16
 # Maximum growth of an encoded draft when its boot id and stamp are filled in.
 STAMP_BYTES = 64
 # How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that process
@@ -144,33 +141,70 @@ class SlabWriter:
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def begin_chunk(self, length: int | None = None, *, timeout_s: float | None) -> ChunkBuffer:
+    def begin_chunk(
+        self, length: int | None = None, *, timeout_s: float | None, overflows: bool = False
+    ) -> ChunkBuffer:
         """Allocate room for a chunk in a slab. The caller passes it to `seal_chunk`, or its slot to `drop`.
 
         Args:
             length: Maximum bytes of the chunk; by default `CHUNK_BYTES`.
-            timeout_s: How long to wait for room, in seconds; None for no limit.
+            timeout_s, overflows: See `begin_runs`.
 
         Raises:
             CapacityError: There was no room before the timeout.
         """
-        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], timeout_s=timeout_s)
+        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], timeout_s=timeout_s, overflows=overflows)
         return chunk
 
-    def begin_runs(self, runs: Sequence[Sequence[int]], *, timeout_s: float | None) -> list[list[ChunkBuffer]]:
+    def begin_runs(
+        self,
+        runs: Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None,
+        overflows: bool = False,
+        share_bytes: int | None = None,
+    ) -> list[list[ChunkBuffer]]:
         """Allocate room for runs of chunks that are adjacent in memory; see `begin_chunk`.
 
-        ``runs`` has for each run the lengths of its chunks in bytes, each at most `CHUNK_BYTES`. A run has no
-        gaps if all its chunks but the last have whole pages.
+        Args:
+            runs: For each run the lengths of its chunks in bytes, each at most `CHUNK_BYTES`. A run has no gaps if all
+                its chunks but the last have whole pages.
+            timeout_s: How long to wait for room in the ram tier, in seconds; None for no limit.
+            overflows: Whether runs for which that has no room go to the disk of the state directory. Runs that it can
+                never hold go there in any case.
+            share_bytes: The most that these runs may take of the ram tier. Longer ones go to the disk at once.
+
+        Raises:
+            CapacityError: There was no room.
         """
+        if share_bytes is not None and sum(map(sum, runs)) > share_bytes:
+            return self._buffers(self._overflow(runs, f"{format_bytes(share_bytes)} of it are left for this process"))
         self._keep_house()
         self._fault("before chunk.take")
-        on_wait = None if timeout_s == 0 else self._nudge
-        found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)
+        try:
+            on_wait = None if timeout_s == 0 else self._nudge
+            found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)
+        except CapacityError as error:
+            if not overflows and self._ram.may_hold(runs):
+                raise
+            found = self._overflow(runs, str(error))
         self._fault("after chunk.take")
+        return self._buffers(found)
+
+    def _buffers(self, runs: Sequence[Sequence[Slot]]) -> list[list[ChunkBuffer]]:
         return [
-            [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots] for slots in found
+            [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots] for slots in runs
         ]
+
+    def _overflow(self, runs: Sequence[Sequence[int]], why: str) -> list[list[Slot]]:
+        found = self._ram.take_on_disk(SlotKind.CHUNK, runs)
+        self._counters["overflow_bytes"] += sum(map(sum, runs))
+        self._counters.fall_back(
+            "overflow",
+            "a file that does not fit into the ram tier is staged on the disk of the state directory: %s",
+            why,
+        )
+        return found
 
     def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
         """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
@@ -221,45 +255,6 @@ class SlabWriter:
         """Free the slot of a chunk. Closing the tiers has freed it already."""
         if not self._ended.is_set():
             slot.segment.give(slot)
-
-    def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> bool:
-        """Ask the flusher to move chunks of an unfinished file to a lower tier, so that their room can be reused.
-
-        Return whether the nvme tier keeps all of them. If not, some are in the object tier alone.
-
-        Raises:
-            CapacityError: The flusher could not, or did not answer, within ``timeout_s`` seconds.
-            TierfsError: The chunks cannot be stored.
-        """
-        self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
-        self._counters.say(
-            "spill",
-            "a file is larger than the room in the ram tier: its chunks move to a lower tier while it is written",
-        )
-        self._fault("before spill")
-        # Moving them takes time even where none has to be waited for: a short timeout does not end it.
-        patience_s = None if timeout_s is None else max(timeout_s, ANNOUNCE_S) + ANSWER_S
-        answers = []
-        try:
-            for at in range(0, len(slots), SPILL_MAX):
-                some = slots[at : at + SPILL_MAX]
-                answers += self.ask_about("spill", some, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
-        except NoAnswerError as error:
-            raise CapacityError(
-                f"a file is larger than the room in the ram tier, and its chunks were not moved to a lower tier: {error}",
-                tier="ram",
-            ) from error
-        self._fault("after spill")
-        return all(answer.get("kept") for answer in answers)
-
-    def unhold(self, holder: str) -> None:
-        """Tell the flusher that a file is discarded. If that fails, its spilled chunks stay until this process ends."""
-        try:
-            self._flusher.request("unhold", {"holder": holder}, timeout_s=ANNOUNCE_S)
-        except (TierfsError, TimeoutError) as error:
-            self._counters.fall_back(
-                "kept_holds", "chunks of a file that was discarded stay until this process ends: %s", error
-            )
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 

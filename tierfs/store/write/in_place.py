@@ -86,23 +86,27 @@ class StagedFile:
         self._finalizer = weakref.finalize(self, _dropped().put, self._taken)
         self._finalizer.atexit = False
 
-    def add_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[Run]:
+    def add_runs(
+        self, runs: Sequence[Sequence[int]], *, wait: bool = True, share_bytes: int | None = None
+    ) -> list[Run]:
         """Reserve memory for runs of chunks.
 
         Args:
             runs: For each run, the lengths of its chunks in bytes, each from 1 byte to 16 MiB. All but a run's last are
                 multiples of 4096.
-            wait: Whether to wait for room, up to the store's ``timeout_s``.
+            wait: Whether to wait for room, up to the store's ``timeout_s``. Runs that find none go to the disk of the
+                state directory. Without it, they do not.
+            share_bytes: See `SlabWriter.begin_runs`.
 
         Raises:
-            CapacityError: There is no room and none came in time, or the ram tier can never hold a run in one piece.
-                Nothing was reserved.
+            CapacityError: There is no room. Nothing was reserved.
         """
         if self._writer is None:
             return [_private_run(lengths) for lengths in runs]
         found = []
         timeout_s = self._store.timeout_s if wait else 0
-        for lengths, buffers in zip(runs, self._writer.begin_runs(runs, timeout_s=timeout_s), strict=True):
+        begun = self._writer.begin_runs(runs, timeout_s=timeout_s, overflows=wait, share_bytes=share_bytes)
+        for lengths, buffers in zip(runs, begun, strict=True):
             slots = [buffer.slot for buffer in buffers]
             self._taken += slots
             whole = slots[0].segment.view(slots[0], slots[-1])

@@ -40,6 +40,9 @@ LARGE_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
 IN_FLIGHT_MAX = 4
 SLOT_BYTES_MIN = 64 << 10
+# Files that are written at the same time may fill the ram tier, and none of them is flushed before it is complete. So a
+# file with chunks there waits for room no longer than this, and not at all beyond half of the tier.
+WAITS_S = 5.0
 
 
 class Cutter:
@@ -251,31 +254,28 @@ class SlabSink:
     """Puts the chunks of one file into slabs. Its methods are those of `ObjectSink`.
 
     Several chunks of a large write are copied at once. A chunk of small writes is hashed while the next one is filled.
-    If the ram tier has no room for the whole file, the file passes through it in waves: the flusher moves sealed chunks
-    down.
+    If the ram tier has no room for the whole file, its other chunks go to the disk of the state directory.
 
     Args:
-        write_id: Tells the flusher which file the moved chunks are part of.
         timeout_s: Seconds to wait for room. None waits without limit.
     """
 
-    def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter, *, timeout_s: float | None) -> None:
+    def __init__(self, tiers: Tiers, cutter: Cutter, *, timeout_s: float | None) -> None:
         self._cutter = cutter
         self._timeout_s = timeout_s
         self._writer = tiers.writer
         self._writer.expect()
-        self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
         self._rows: list[Row | None] = []  # None for a chunk that is not sealed yet
-        self._slots: list[Slot | None] = []  # None for a chunk that is not sealed yet, or was moved down
+        self._slots: list[Slot | None] = []  # None for a chunk that is not sealed yet
         self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
-        self._spilled = False
-        self.is_kept = True  # whether this host's tiers keep all chunks
+        self._is_large = False  # whether its further chunks do not wait for room
+        self._taken_bytes, self._large_bytes = 0, tiers.ram.budget_bytes // 2
         self._ahead = self._writer.ahead()
 
     @property
     def slots(self) -> list[SlotRef | None]:
-        """The slot of each row. None for a chunk that the flusher has moved down."""
+        """The slot of each row."""
         return [None if slot is None else SlotRef.of(slot) for slot in self._slots]
 
     def write(self, view: memoryview) -> None:
@@ -314,9 +314,6 @@ class SlabSink:
             if slot is not None:
                 self._writer.drop(slot)
         self._slots = []
-        if self._spilled:
-            self._spilled = False
-            self._writer.unhold(self._holder)
 
     def _write_chunks(self, pieces: list[memoryview]) -> None:
         """Copy, hash and seal whole chunks: as many at once as there is room for, then one by one as room comes."""
@@ -355,21 +352,18 @@ class SlabSink:
         chunk.append(piece)
 
     def _begin(self, length: int | None = None) -> ChunkBuffer:
-        """Reserve room for a chunk. If there is none, the flusher moves this file's chunks down first.
-
-        Waiting would never free the room of these chunks.
-        """
+        """Reserve room for a chunk: in the ram tier, or on the disk if this file's own chunks may take the room there."""
+        begin, timeout_s = self._writer.begin_chunk, self._timeout_s
+        self._taken_bytes += length or CHUNK_BYTES
         if not self._sealing and not any(self._slots):
-            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
+            return begin(length, timeout_s=timeout_s)
+        if self._is_large or self._taken_bytes > self._large_bytes:
+            return begin(length, timeout_s=0, overflows=True)
         try:
-            return self._writer.begin_chunk(length, timeout_s=0)
+            return begin(length, timeout_s=WAITS_S if timeout_s is None else min(timeout_s, WAITS_S))
         except CapacityError:
-            self._collect()
-            self._spilled = True
-            taken = [slot for slot in self._slots if slot is not None]
-            self.is_kept &= self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
-            self._slots = [None] * len(self._slots)
-            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
+            self._is_large = True
+            return self._begin(length)
 
     def _seal_chunk(self, chunk: ChunkBuffer) -> Slot:
         slot = self._writer.seal_chunk(chunk)

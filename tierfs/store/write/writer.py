@@ -30,7 +30,6 @@ from tierfs.store.write.staging import (
     refuse_foreign,
     seal,
 )
-from tierfs.units import format_bytes
 
 
 class WriteMode(enum.Enum):
@@ -243,8 +242,6 @@ class Writer:
                 # The observed version may be outdated, and a conflict of a pending file is permanent.
                 check_stands(self._store, self._observed)
                 self._staged = True
-            if isinstance(self._sink, SlabSink) and not self._sink.is_kept:
-                self._level = Level.OBJECT  # as in `_begin_sink`
             if self._staged:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
@@ -299,16 +296,6 @@ class Writer:
         if self._sink is None:
             tiers = self._store.tiers if self._staged else None
             cutter = Cutter(at_start=not self._kept)
-            if tiers is not None and not tiers.ram.holds_chunks:
-                tiers.counters.fall_back(
-                    "ram_passed_by",
-                    "a ram tier of %s cannot hold a whole chunk, so the chunks of files go straight to the object tier: raise "
-                    "ram= (TIERFS_RAM) to %s at least",
-                    format_bytes(tiers.ram.budget_bytes),
-                    format_bytes(tiers.ram.chunks_budget_bytes),
-                )
-                # Nothing on this host could restore the chunks if gc took them before the file is published.
-                tiers, self._level = None, Level.OBJECT
             if tiers is None:
                 old = self._observed.manifest
                 unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
@@ -316,7 +303,7 @@ class Writer:
                 self._sink = ObjectSink(self._store, self.path, cutter, unread, pressure=waits)
             else:
                 self._store.hand_over(writes=True)
-                self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
+                self._sink = SlabSink(tiers, cutter, timeout_s=self._store.timeout_s)
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
         return self._sink
