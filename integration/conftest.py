@@ -5,11 +5,16 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from drawing import SEED, SHARE, drawn
 from leftovers import end_flushers
 from servers import ministack
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
+from support import repeating
 
 from tierfs.testing import TcpFaultProxy
 
@@ -69,6 +74,13 @@ UNTIL_S = float(os.environ.get("TIERFS_TESTS_UNTIL", "inf"))
 def pytest_runtest_setup(item):
     if time.time() > UNTIL_S:
         pytest.skip("the time for these tests is over (TIERFS_TESTS_UNTIL)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    repeating.add_command(item, report)
+    return report
 
 
 def pytest_configure():

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "mount"), str(HERE.parent / "tests")]
 
 import mounts
-from support.pairs import pairs
+from support.pairs import pairs, run_each
 from support.store_pairs import AXES, Cli, World
 
 import tierfs
@@ -83,9 +83,7 @@ def s3():
 def test_acknowledged_files_are_kept_and_garbage_is_not(s3, tmp_path, seed):
     world = World(f"tierfs::s3://{s3.new_root()}", tmp_path, {"mount": RealMount, "cli": Commands}, **s3.options)
     try:
-        for draw in drawn(pairs(AXES, seed), seed):
-            print(draw)
-            world.run(draw)
+        run_each(drawn(pairs(AXES, seed), seed), world.run, seed)
         world.check()
     finally:
         world.close()

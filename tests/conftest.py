@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
-from support import forked_flusher, leftovers, opened
+
+pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
+from support import forked_flusher, leftovers, opened, repeating
 
 from tierfs.repeated_warnings import forget_repeats
 from tierfs.session import tiers
@@ -105,6 +107,7 @@ sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
+    repeating.draw_seed(config)
     # Each worker collects the folders from another one on, so that it finds most files compiled by the others.
     if hasattr(config, "workerinput") and config.args == ["tests"]:
         here = Path(__file__).parent
@@ -123,6 +126,13 @@ def pytest_configure(config):
     # A thread of torch that waits for the others keeps its processor busy, and more processes run than there are
     # processors: two threads take four times the processor time of one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    repeating.add_command(item, report)
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -247,12 +257,14 @@ def nothing_is_left(request, memory_is_freed, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     before = leftovers.found(folder)
     yield
+    if request.node.get_closest_marker("outlived"):
+        return
     end, pause_s = time.monotonic() + leftovers.ENDS_S, 0.005
-    while (left := leftovers.found(folder) - before) and time.monotonic() < end:
+    while (left := leftovers.left(folder, before)) and time.monotonic() < end:
         gc.collect()  # the traceback of an expected error, or a graph of autograd, may hold what a thread serves
         time.sleep(pause_s)
         pause_s = min(0.2, 2 * pause_s)
-    if left and request.node.get_closest_marker("outlived") is None:
+    if left:
         pytest.fail(f"the test ended, and these still run: {', '.join(map(leftovers.named, left))}")
 
 

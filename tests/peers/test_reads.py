@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +40,7 @@ class Holder:
         self.listener = listen("127.0.0.1", 0)
         self.drafts = {"changes": 1, "lengths": [len(DRAFT)], "next": None}, DRAFT
         self.read = {"digests": [each.hex() for each in BLOCKS]}, DATA
-        self.hangs = threading.Event()
+        self.hangs, self.ends = threading.Event(), threading.Event()
         threading.Thread(target=self.serve, daemon=True).start()
 
     def record(self):
@@ -59,7 +58,7 @@ class Holder:
             while (received := connection.receive()) is not None:
                 outcome, body = {"drafts": self.drafts, "read": self.read}.get(received[0]["do"], ({}, b""))
                 if self.hangs.is_set():
-                    time.sleep(60)
+                    self.ends.wait(60)
                 connection.answer(outcome, [memoryview(body)] if body else (), len(body))
 
 
@@ -73,6 +72,7 @@ def world(tmp_path):
     flusher, counters = SimpleNamespace(is_running=lambda: True), Counters()
     reader = PeerReader(tmp_path / "reader", "store", flusher, counters, SystemClock(), reads_once=False)
     yield holder, reader, counters
+    holder.ends.set()
     reader.close()
     holder.listener.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from support.pairs import pairs
+from support.pairs import pairs, run_each
 from support.store_pairs import AXES, World
 
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
@@ -26,16 +26,11 @@ def test_draws_cover_each_pair_of_values():
 
 
 def test_acknowledged_files_are_kept_and_garbage_is_not(tmp_path):
-    print(f"seed {SEED}")
     world = World(f"tierfs::memory://pairs-{uuid.uuid4().hex}", tmp_path)
     try:
-        for draw in pairs(AXES, SEED):
-            print(draw)
-            world.run(draw)
+        run_each(pairs(AXES, SEED), world.run, SEED)
         world.clear()  # the processes go on with what they know of the chunks
-        for draw in pairs(AXES, SEED + 1):
-            print(draw)
-            world.run(draw)
+        run_each(pairs(AXES, SEED + 1), world.run, SEED + 1)
         world.check()
     finally:
         world.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -29,3 +29,12 @@ def pairs(axes: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
         left -= {frozenset(pair) for pair in itertools.combinations(draw.items(), 2)}
         draws.append({axis: axes[axis][draw[axis]] for axis in axes})
     return draws
+
+
+def run_each(draws: Iterable[Mapping[str, Any]], run: Callable[[Mapping[str, Any]], object], seed: int) -> None:
+    """Run draws one after another. An error names the draw, its place and the seed."""
+    for place, draw in enumerate(draws):
+        try:
+            run(draw)
+        except Exception as error:
+            raise AssertionError(f"draw {place} of TIERFS_TEST_SEED={seed}, {dict(draw)}: {error!r}") from error
