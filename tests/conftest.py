@@ -138,8 +138,8 @@ def pytest_runtest_makereport(item):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     processors = len(os.sched_getaffinity(0))  # xdist itself counts processors that this process may not use
-    # The tests wait for disks, other processes and leases for a third of their time: some workers more use it.
-    return processors + min(processors, 4) // 2
+    # The tests wait for disks, other processes and leases for half of their time: some workers more use it.
+    return processors + min(processors, 4)
 
 
 def is_quick(path):

@@ -281,26 +281,41 @@ def test_it_stays_while_there_is_something_to_do(start, directory):
     assert running.end()
 
 
+class LookedAt(ManualClock):
+    """A clock that counts the looks at it: a service without a client looks several times a second."""
+
+    looks = 0
+
+    def monotonic(self):
+        self.looks += 1
+        return super().monotonic()
+
+    def wait_for_looks(self):
+        """Wait until a whole look has begun and ended."""
+        seen = self.looks
+        until(lambda: self.looks >= seen + 2)
+
+
 def test_it_lingers_from_when_it_was_last_needed(start, directory):
-    clock = ManualClock()
+    clock = LookedAt()
     running = start(linger_s=60, clock=clock)
     until(lambda: wire.identity_of(directory))
     with raw_connection(directory):
         clock.sleep(100)
         time.sleep(0.2)
-    time.sleep(0.2)
+    clock.wait_for_looks()
     clock.sleep(59)
-    time.sleep(0.3)
+    clock.wait_for_looks()
     assert running.thread.is_alive()
     clock.sleep(2)
     assert running.end()
 
 
 def test_a_new_one_waits_for_its_first_client_even_without_a_linger(start, directory):
-    clock = ManualClock()
+    clock = LookedAt()
     running = start(linger_s=0, clock=clock)
     until(lambda: wire.identity_of(directory))
-    time.sleep(0.3)
+    clock.wait_for_looks()
     assert running.thread.is_alive()
     clock.sleep(service_module.FIRST_CLIENT_S + 1)
     assert running.end()

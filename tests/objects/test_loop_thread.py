@@ -219,7 +219,7 @@ def test_opening_again_and_again_leaks_neither_threads_nor_descriptors() -> None
 
 def test_a_process_that_ends_with_requests_under_way_ends() -> None:
     program = """
-import asyncio, threading, time
+import asyncio, threading
 from tierfs.objects.backends.loop_thread import LoopThread
 from tierfs.objects.backends.shared_session import SharedSession
 class Session:
@@ -231,8 +231,12 @@ class Session:
     async def say(self):
         print("closed")
 shared = SharedSession("test", Session)
-threading.Thread(target=lambda: shared.get().loop.run(asyncio.sleep(60)), daemon=True).start()
-time.sleep(0.3)
+begun = threading.Event()
+async def work():
+    begun.set()
+    await asyncio.sleep(60)
+threading.Thread(target=lambda: shared.get().loop.run(work()), daemon=True).start()
+begun.wait()
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert ran.stdout == "closed\n"
