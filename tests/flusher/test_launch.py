@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import types
 
 import pytest
+from support import asking, forked_flusher
 from support.waiting import until
 
 from tierfs.errors import StoreError
@@ -183,28 +183,14 @@ def test_it_can_be_started_when_its_starter_is_about_to_end(tmp_path):
     assert started_by(tmp_path, "atexit") == 0
 
 
-def test_a_forked_child_asks_for_the_status_while_a_thread_of_its_parent_did(tmp_path):
-    launched = spawn(shell("sleep 60"), tmp_path / "log")
-    is_over = threading.Event()
+@pytest.fixture(scope="module")
+def server():
+    """A process that forks others. It has no torch, so that a fork copies little. It stays until this process ends."""
+    forked_flusher.zygote.start(os.getpid).join()
+    return forked_flusher.zygote
 
-    def ask():
-        while not is_over.is_set():
-            launched.status()
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(50):
-            child = os.fork()
-            if not child:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(10)
-                os._exit(int(launched.status() != 0))  # unknown: it is no child of this process
-            assert os.waitpid(child, 0)[1] == 0
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-        os.kill(launched.pid, signal.SIGKILL)
-        ended(launched)
+def test_a_forked_child_asks_for_the_status_while_a_thread_of_its_parent_did(server, tmp_path):
+    process = server.start(asking.fork_while_asked, tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0
