@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import torch_importer
 from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -318,37 +319,37 @@ def test_without_the_variable_nothing_is_loaded_and_later_it_warns(as_installed,
     assert "call tierfs.dcp.install()" in done.stderr
 
 
+IMPORTED = "torch._import_device_backends()"  # what torch calls at the end of its import
 BROKEN = {
-    "a value that says nothing": ("perhaps", "import torch", "TIERFS_DCP=perhaps: set it to 1 or to 0"),
+    "a value that says nothing": ("perhaps", IMPORTED, "TIERFS_DCP=perhaps: set it to 1 or to 0"),
     "a module is missing": (
         "1",
-        "sys.modules['tierfs.dcp.planner'] = None; import torch",
+        f"sys.modules['tierfs.dcp.planner'] = None; {IMPORTED}",
         "import of tierfs.dcp.planner halted",
     ),
     # An older torch, which asks after its own parts are there.
     "an old torch": (
         "1",
         (
-            "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
             "from torch.distributed.checkpoint import state_dict_loader; del state_dict_loader._load_state_dict; "
-            "torch._import_device_backends()"
+            f"{IMPORTED}"
         ),
         "_load_state_dict",
     ),
-    "a broken configuration": ("1", "import torch; import tierfs.dcp.installing as it; assert it._replaced", ""),
+    "a broken configuration": ("1", f"{IMPORTED}; import tierfs.dcp.installing as it; assert it._replaced", ""),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_whatever_is_broken_torch_is_imported(as_installed, tmp_path, name):
+def test_whatever_is_broken_torch_is_imported(as_installed, tmp_path, name, monkeypatch):
     value, program, problem = BROKEN[name]
     (tmp_path / "config.toml").write_text("[[[")
     environment = {**as_installed, "TIERFS_DCP": value, "TIERFS_CONFIG": str(tmp_path / "config.toml")}
-    program = f"import os, sys; {program}; print(torch.ones(2).sum().item())"
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "2.0\n", done.stderr
-    lines = done.stderr.splitlines()
+    program = f"import sys, torch; {program}; print(torch.ones(2).sum().item())"
+    output = tmp_path / "output.txt"
+    assert torch_importer.run(program, output, environment, monkeypatch) == 0, output.read_text()
+    *lines, result = output.read_text().splitlines()
+    assert result == "2.0"
     assert len(lines) == bool(problem), lines
     assert all(problem in line and "do not use tierfs" in line for line in lines)
 
