@@ -15,7 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
-pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
+if "support" not in sys.modules:  # a plugin may come from there
+    pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
 from support import forked_flusher, leftovers, opened, repeating
 
 from tierfs.repeated_warnings import forget_repeats

@@ -255,16 +255,23 @@ def conflict_of(here, there, *, until_kept=2):
 
 @contextlib.contextmanager
 def moving(here, monkeypatch, move):
-    """Hold the object tier with ``a`` in the nvme tier. ``move(batch, copy)`` moves each later batch there."""
+    """Hold the object tier with ``a`` in the nvme tier. ``move(batch, copy)`` moves each later batch there.
+
+    Yields an event that is set when a move has begun: a change that is queued after its base was kept is none to move.
+    """
     copy = NvmePersister._copy_chunks  # the one moment between the memory of a change and its draft in the nvme tier
+    begun = threading.Event()
+
+    def begin(self, nvme, batch):
+        begun.set()
+        return move(batch, lambda: copy(self, nvme, batch))
+
     with here.held():
         save(here.store, "a", b"late")
         wait(here.store, "a", Level.LOCAL)
         monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
-        monkeypatch.setattr(
-            NvmePersister, "_copy_chunks", lambda self, nvme, batch: move(batch, lambda: copy(self, nvme, batch))
-        )
-        yield
+        monkeypatch.setattr(NvmePersister, "_copy_chunks", begin)
+        yield begun
 
 
 def check_kept(here, *, count=2):
@@ -296,9 +303,10 @@ def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as
         time.sleep(0.5)  # the change cannot get there before this function returns
         mark(nvme, number, note)
 
-    with moving(here, monkeypatch, move_late):
+    with moving(here, monkeypatch, move_late) as begun:
         monkeypatch.setattr(NvmeTier, "keep_as_conflict", mark_late)
         save(here.store, "a", b"built on it")
+        assert begun.wait(HANG_S)
         conflict_of(here, there)
     monkeypatch.undo()
     check_kept(here)
@@ -312,8 +320,9 @@ def test_a_change_that_becomes_a_conflict_on_its_way_to_the_nvme_tier_stays_one(
         until(lambda: batch[0].conflict)
         return found
 
-    with moving(here, monkeypatch, move):
+    with moving(here, monkeypatch, move) as begun:
         save(here.store, "a", b"built on it")
+        assert begun.wait(HANG_S)
         conflict_of(here, there)
     monkeypatch.undo()
     save(here.store, "b/b", b"goes behind it")
@@ -328,8 +337,9 @@ def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make
         until(lambda: batch[0].conflict)
         raise StoreError("input/output error", tier="nvme")
 
-    with moving(here, monkeypatch, fail):
+    with moving(here, monkeypatch, fail) as begun:
         save(here.store, "a", b"built on it")
+        assert begun.wait(HANG_S)
         conflict_of(here, there)
     until(lambda: status(here.store)["counters"].get("flusher_nvme_failures"))
     assert all("their version is kept" in conflict["message"] for conflict in status(here.store)["conflicts"])
