@@ -95,11 +95,13 @@ class Life:
             rank.kill()
             rank.join()
 
-    def codes(self, count: int | None = None) -> list[int | None]:
+    def codes(self, count: int | None = None) -> list[int]:
         """Wait for the first ranks, all by default, and return their exit codes."""
         for rank in self._ranks[:count]:
             rank.join(PATIENCE_S)
-        return [rank.exitcode for rank in self._ranks[:count]]
+        found = [rank.exitcode for rank in self._ranks[:count]]
+        assert None not in found, f"a rank hangs, and has written where: {found}\n{self.errors()}"
+        return found
 
 
 class Items(Dataset):
