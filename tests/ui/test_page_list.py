@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.server
 import threading
+import types
 
 import fsspec
 import pytest
@@ -19,6 +20,7 @@ from support.waiting import until
 import tierfs
 from tierfs.cli import main
 from tierfs.train import Every, Manager
+from tierfs.ui import view
 
 SECRET = "hidden-word"
 
@@ -73,22 +75,20 @@ def test_before_the_first_listing_the_page_says_so(gated, gate):
     assert "3 checkpoints, listed " in gated.ask("/plain")[2].decode()
 
 
-def test_a_slow_listing_does_not_delay_the_next_one(gated, gate):
-    begun = threading.Event()
-
-    def hold():
-        gated.get("checkpoints", since=0)
-        begun.wait(2.0)  # longer than a processor works for it
-        gate.unlink()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert steps_of(gated.get("checkpoints")) == [3, 2, 1]
-    holder.join()
-    root = gated.get("stores")["stores"][0]["url"].partition("gatedfile://")[2]
-    train(f"tierfs::file://{root}", 4, ack="object")
-    # 400 times the two seconds would be longer than this waits.
-    until(lambda: 4 in steps_of(gated.get("checkpoints", since=0)), every_s=0.5)
+def test_a_slow_listing_does_not_delay_the_next_one(monkeypatch):
+    now = types.SimpleNamespace(wall_s=50.0, used_s=7.0)
+    clocks = types.SimpleNamespace(monotonic=lambda: now.wall_s, process_time=lambda: now.used_s)
+    monkeypatch.setattr("tierfs.ui.view.time", clocks)
+    pace = view._Pace()  # a page would show only after half a minute that it counts the wrong seconds
+    assert pace.is_due
+    for used_s, pause_s in ((0.0, view.LIST_S_MIN), (0.02, 8.0), (60.0, view.LIST_S_MAX)):
+        with pace.turn():
+            now.wall_s += 100  # it waits for the store, or for its turn
+            now.used_s += used_s
+        now.wall_s += pause_s - 0.001
+        assert not pace.is_due
+        now.wall_s += 0.002
+        assert pace.is_due
 
 
 def test_a_row_on_screen_goes_although_a_listing_lasts(root, gated, gate):
