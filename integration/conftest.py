@@ -12,7 +12,7 @@ from drawing import SEED, SHARE, drawn
 from leftovers import end_flushers
 from servers import ministack
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 if "support" not in sys.modules:  # a plugin may come from there
     pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
 from support import repeating
