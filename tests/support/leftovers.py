@@ -70,7 +70,7 @@ def _sockets() -> set[str]:
 
 
 def _addresses() -> dict[str, str]:
-    """Return the addresses of the sockets of all processes."""
+    """Return the addresses of the sockets of all processes, but not of those that multiprocessing keeps open."""
     places = {}
     for kind, inode, first in (("tcp", 9, 1), ("tcp6", 9, 1), ("unix", 6, 7)):
         try:
@@ -78,7 +78,7 @@ def _addresses() -> dict[str, str]:
         except FileNotFoundError:  # a system without IPv6
             continue
         for words in map(str.split, lines):
-            if len(words) > first:
+            if len(words) > first and "/pymp-" not in words[first]:
                 places[f"socket:[{words[inode]}]"] = f"{kind} {' '.join(words[first : first + 3])}"
     return places
 

@@ -243,7 +243,7 @@ def bytes_staged() -> Iterator[list[int]]:
     real = ShardFile.copy_from_host
 
     def copy(self: ShardFile, plan: Any, tensors: Any, addresses: Any) -> Any:
-        counted.append(plan.length)
+        counted.append(sum(sum(run.lengths) for run in plan.runs))
         return real(self, plan, tensors, addresses)
 
     ShardFile.copy_from_host = copy  # type: ignore[method-assign]

@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tierfs
 from tierfs.dcp.address import Address
-from tierfs.dcp.save import gpu_staging
+from tierfs.dcp.save import tensors
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.tensors import copy_in
 
 
 def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
@@ -18,15 +19,15 @@ def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
     options = {"ram": "64MiB", "nvme": "0"}
     store, _ = Address.of(f"tierfs::file://{tmp_path}/store/ck", options).open(write=True)
     file = ShardFile(store, GpuStaging("ram", None))
-    file.add_from_host([("a", torch.ones(1 << 18))])
+    copy_in(file, [("a", torch.ones(1 << 18))], at_once=True)
     registered = {}
 
     class Pins:
         def add(self, key, memory, is_used, _fall_back):
             registered[key] = memory(), is_used()
 
-    monkeypatch.setattr(gpu_staging, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
-    gpu_staging.pin(file, None)
+    monkeypatch.setattr(tensors, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
+    tensors.pin(file, None)
     (segment,) = file.segments()
     memory, is_used = registered.pop(segment.id)
     assert (len(memory), memory.readonly, is_used) == (segment.size, False, True)

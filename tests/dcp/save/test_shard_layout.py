@@ -2,22 +2,22 @@
 
 import pytest
 
-from tierfs.dcp.save.plan import PlannedPiece, plan_runs
+from tierfs.dcp.save.plan import plan_runs
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 def packs(*pieces):
     """Return the names of the tensors in each run, with the lengths of its chunks."""
-    return [([pieces[number].name for number in run.pieces], run.lengths) for run in plan_runs(pieces)]
+    return [([pieces[number][0] for number in numbers], lengths) for numbers, lengths in plan_runs(pieces)]
 
 
 def f32(name, length):
-    return PlannedPiece(name, "float32", length)
+    return name, "float32", length
 
 
 def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
-    found = packs(f32("1.weight", 8), f32("0.weight", 4), PlannedPiece("0.mask", "bool", 1), f32("0.bias", 4))
+    found = packs(f32("1.weight", 8), f32("0.weight", 4), ("0.mask", "bool", 1), f32("0.bias", 4))
     assert found == [(["0.mask"], (1,)), (["0.bias", "0.weight", "1.weight"], (16,))]
 
 
@@ -80,7 +80,7 @@ def test_runs_are_longer_where_that_makes_fewer_chunks_of_many():
     # Otherwise each tensor of 9 MiB would be a chunk.
     pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(512)]
     found = packs(*pieces)
-    assert [name for names, _ in found for name in names] == [piece.name for piece in pieces]
+    assert [name for names, _ in found for name in names] == [piece[0] for piece in pieces]
     chunks = [length for _, lengths in found for length in lengths]
     assert sum(chunks) == 512 * 9 * MIB
     assert len(chunks) <= 1.03 * 512 * 9 / 16
@@ -90,7 +90,7 @@ def test_runs_are_longer_where_that_makes_fewer_chunks_of_many():
 def test_a_run_of_several_tensors_is_a_small_part_of_all():
     # Each run needs contiguous memory.
     pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(56)]
-    assert packs(*pieces) == [([piece.name], (9 * MIB,)) for piece in pieces]
+    assert packs(*pieces) == [([piece[0]], (9 * MIB,)) for piece in pieces]
 
 
 def test_small_roles_join_a_chunk_that_has_room():

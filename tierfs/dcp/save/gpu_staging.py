@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
+from collections.abc import Callable
+from typing import Any
 
 from tierfs._fork import PerProcess
-from tierfs.dcp.save.copy import copy_ranges
+from tierfs.dcp.save.same_chunks import filler
 from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
-from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import CaptureMode, FillChunks, Transfer
-from tierfs.digest import DigestKind, digests_of
-from tierfs.errors import InvalidInputError, NotFoundError
-from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, Slot
-from tierfs.host.slab.table import DATA_STATES, SlotKind
-from tierfs.host.tiers import Tiers
+from tierfs.device.tier import DeviceTier
+from tierfs.device.transfer import CaptureMode, Transfer
+from tierfs.errors import InvalidInputError
 from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.status import leave_note
-
-if TYPE_CHECKING:
-    from tierfs.dcp.save.shard_file import FileRun, Place, ShardFile
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
@@ -109,7 +97,7 @@ class GpuStaging:
             drain_of(accelerator),
             tier,
             pin=pin,
-            fill=_filler(store),
+            fill=filler(store),
             fall_back=fall_back_of(store),
         )
         self._transfers.add(found)
@@ -165,51 +153,6 @@ class GpuStaging:
             return found
 
 
-def _filler(store: Store) -> FillChunks | None:
-    """Return a function that fills memory with chunks of this process's part of the ram tier.
-
-    The bytes are checked when they are sealed.
-    """
-    tiers = store.tiers
-    if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
-        return None
-    ram = tiers.ram
-
-    def fill(chunks: Sequence[tuple[bytes, torch.Tensor]]) -> list[bool]:
-        wanted = {digest for digest, _ in chunks}
-        found: dict[bytes, tuple[Slot, int]] = {}
-        memories = []  # stay mapped during the copy
-        for segment, slots in _chunks_in(ram, wanted):
-            memories.append(np.frombuffer(segment.whole(), np.uint8))
-            found.update((slot.name[1:], (slot, memories[-1].ctypes.data + slot.offset)) for slot in slots)
-        copies = [
-            (there[0], (target.data_ptr(), there[1], there[0].length))
-            if (there := found.get(digest)) is not None and there[0].length == len(target)
-            else None
-            for digest, target in chunks
-        ]
-        copy_ranges(np.array([copy for _, copy in filter(None, copies)], np.uint64).reshape(-1, 3))
-        return [copy is not None and copy[0].segment.is_still(copy[0]) for copy in copies]
-
-    return fill
-
-
-def _chunks_in(ram: RamTier, wanted: Collection[bytes]) -> Iterator[tuple[Segment, list[Slot]]]:
-    """Yield each segment of this process, with its slots of chunks that have these digests."""
-    for segment in ram.own_segments():
-        with contextlib.suppress(NotFoundError):  # another thread closed it
-            slots = segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
-            yield segment, [slot for slot in slots if not slot.hidden and slot.name[1:] in wanted]
-
-
-def hide_damaged(tiers: Tiers, digest: bytes) -> None:
-    """Let no later save copy a chunk from a damaged slot of this process."""
-    for segment, slots in _chunks_in(tiers.ram, {digest}):
-        for slot in slots:
-            if digests_of(DigestKind.XXH3_128, segment.view(slot))[1] != digest and segment.hide(slot):
-                tiers.counters["ram_quarantined"] += 1
-
-
 def fall_back_of(store: Store) -> Callable[[str, str], None]:
     """Return a function that notes a fallback, by a name and a message."""
     tiers = store.tiers
@@ -217,38 +160,3 @@ def fall_back_of(store: Store) -> Callable[[str, str], None]:
         return lambda _, text: _logger.warning("%s", text)
     counters = tiers.counters
     return lambda what, text: counters.fall_back(what, "%s", text)
-
-
-def pin(file: ShardFile, accelerator: Accelerator) -> None:
-    """Register the segments of a file with the GPU. Called during a turn of the GPU's drain."""
-    pins = drain_of(accelerator).pins
-    for segment in file.segments():
-        pins.add(segment.id, segment.whole, _use_of(segment), fall_back_of(file.store))
-
-
-def _use_of(segment: Any) -> Callable[[], bool]:
-    reference = weakref.ref(segment)
-
-    def is_used() -> bool:
-        found = reference()
-        return found is not None and found.owned and not found.retired
-
-    return is_used
-
-
-def snapshots_of(
-    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Place]]
-) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """Return, for each snapshot in the device tier, where items lie in it, by the item's key."""
-    begins = {
-        id(run): (transfer, begin)
-        for transfer, runs in transfers
-        if transfer.generation is not None
-        for run, begin in zip(runs, transfer.offsets, strict=True)
-    }
-    found: dict[Transfer, dict[Any, Spot]] = {}
-    for key, tensor, (run, entry) in items:
-        transfer, begin = begins.get(id(run), (None, 0))
-        if transfer is not None and transfer.generation is not None and entry.length == tensor.nbytes:
-            found.setdefault(transfer, {})[key] = Spot(begin + entry.at, tensor.dtype, tensor.shape)
-    return list(found.items())

@@ -18,13 +18,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.digest import CHUNK_BYTES
 
 HEADER_ALIGN = 8
@@ -40,83 +41,68 @@ RUN_SHARE = 32
 RUNS_OPEN = 4  # the number of latest runs that are searched for room
 
 
-class PlannedPiece(NamedTuple):
-    """Bytes that lie in the file without a gap: a tensor, a part of one, or an object.
+_Piece: TypeAlias = tuple[str, str, int]
+"""Bytes that lie in the file without a gap: a tensor's name, the kind of bytes, and their number, which is not 0."""
 
-    Attributes:
-        name: The tensor's name.
-        kind: The name of its dtype. Pieces of one kind are packed together.
-        length: In bytes; not 0.
+
+def plan_runs(pieces: Sequence[_Piece]) -> list[tuple[list[int], tuple[int, ...]]]:
+    """Pack pieces into runs: packs of small pieces first, ordered by kind, then packs of the others.
+
+    Returns:
+        For each run, the numbers of its pieces in order, and the lengths of its chunks in bytes.
     """
-
-    name: str
-    kind: str
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """One run.
-
-    Attributes:
-        pieces: The numbers of its pieces, in order.
-        lengths: The lengths of its chunks, in bytes.
-    """
-
-    pieces: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-
-def plan_runs(pieces: Sequence[PlannedPiece]) -> list[RunPlan]:
-    """Pack pieces into runs: packs of small pieces first, ordered by kind, then packs of the others."""
     small: dict[str, list[int]] = {}
     others: dict[tuple[str, str], list[int]] = {}
-    for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
-        piece = pieces[number]
-        if piece.length < SMALL_BYTES:
-            small.setdefault(piece.kind, []).append(number)
+    for number in sorted(range(len(pieces)), key=lambda number: pieces[number][0]):
+        name, kind, length = pieces[number]
+        if length < SMALL_BYTES:
+            small.setdefault(kind, []).append(number)
         else:
-            others.setdefault((piece.kind, _role(piece)), []).append(number)
-    chunks_max = sum(piece.length for piece in pieces) // (RUN_SHARE * CHUNK_BYTES)
-    runs = []
+            others.setdefault((kind, _role(name)), []).append(number)
+    roles, sizes = [_role(name) for name, _, _ in pieces], [length for _, _, length in pieces]
+    chunks_max = sum(sizes) // (RUN_SHARE * CHUNK_BYTES)
+    runs: list[list[int]] = []
     for kind in sorted(small):
-        runs += _pack(pieces, sorted(small[kind], key=lambda number: _role(pieces[number])))
+        runs += _pack(roles, sizes, sorted(small[kind], key=roles.__getitem__))
     for group in sorted(others):
-        runs += _fill(pieces, others[group], min(max(chunks_max, 1), RUN_CHUNKS_MAX))
-    return runs
+        runs += _fill(sizes, others[group], min(max(chunks_max, 1), RUN_CHUNKS_MAX))
+    return [(run, _chunks(sizes, run)) for run in runs]
 
 
-def _role(piece: PlannedPiece) -> str:
-    return next((part for part in reversed(piece.name.split(".")) if not part.isdecimal()), "")
+def _role(name: str) -> str:
+    return next((part for part in reversed(name.split(".")) if not part.isdecimal()), "")
 
 
-def _pack(pieces: Sequence[PlannedPiece], numbers: Sequence[int]) -> list[RunPlan]:
+def _chunks(sizes: Sequence[int], run: Iterable[int]) -> tuple[int, ...]:
+    return cut(sum(sizes[number] for number in run))
+
+
+def _pack(roles: Sequence[str], sizes: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
     totals: Counter[str] = Counter()
     for number in numbers:
-        totals[_role(pieces[number])] += pieces[number].length
-    runs: list[RunPlan] = []
+        totals[roles[number]] += sizes[number]
+    runs: list[list[int]] = []
     pack: list[int] = []
     length = 0
     for number in numbers:
-        role = _role(pieces[number])
-        is_other = length >= SMALL_BYTES and role != _role(pieces[pack[-1]])
-        begins = is_other and length + totals[role] > SHARED_BYTES_MAX
-        if begins or length + pieces[number].length > CHUNK_BYTES:
-            runs.append(RunPlan(tuple(pack), (length,)))
+        is_other = length >= SMALL_BYTES and roles[number] != roles[pack[-1]]
+        begins = is_other and length + totals[roles[number]] > SHARED_BYTES_MAX
+        if begins or length + sizes[number] > CHUNK_BYTES:
+            runs.append(pack)
             pack, length = [], 0
         pack.append(number)
-        length += pieces[number].length
-    return [*runs, RunPlan(tuple(pack), (length,))]
+        length += sizes[number]
+    return [*runs, pack]
 
 
-def _fill(pieces: Sequence[PlannedPiece], numbers: Sequence[int], chunks_max: int) -> list[RunPlan]:
+def _fill(sizes: Sequence[int], numbers: Sequence[int], chunks_max: int) -> list[list[int]]:
     """Put pieces, in order, into runs with the fewest chunks, and among these into the shortest runs."""
-    least = len(cut(sum(pieces[number].length for number in numbers)))
-    found: list[RunPlan] = []
+    least = len(_chunks(sizes, numbers))
+    found: list[list[int]] = []
     fewest = 0
     for chunks in range(1, chunks_max + 1):
-        runs = _first_fit(pieces, numbers, chunks * CHUNK_BYTES)
-        count = sum(len(run.lengths) for run in runs)
+        runs = _first_fit(sizes, numbers, chunks * CHUNK_BYTES)
+        count = sum(len(_chunks(sizes, run)) for run in runs)
         if not found or count < fewest:
             found, fewest = runs, count
         if fewest == least:
@@ -124,7 +110,7 @@ def _fill(pieces: Sequence[PlannedPiece], numbers: Sequence[int], chunks_max: in
     return found
 
 
-def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: int) -> list[RunPlan]:
+def _first_fit(sizes: Sequence[int], numbers: Iterable[int], length: int) -> list[list[int]]:
     """Put each piece into the first of the last few runs that has room. So it lies beside pieces of similar names.
 
     Frozen tensors have similar names, and so share runs. A piece that is longer than a run begins a longer run, of
@@ -133,7 +119,7 @@ def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: i
     runs: list[list[int]] = []
     room: list[int] = []
     for number in numbers:
-        needed = pieces[number].length
+        needed = sizes[number]
         for run in range(max(len(runs) - RUNS_OPEN, 0), len(runs)):
             if needed <= room[run]:
                 break
@@ -143,7 +129,7 @@ def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: i
             room.append(max(CHUNK_BYTES * len(cut(needed)), length))
         runs[run].append(number)
         room[run] -= needed
-    return [RunPlan(tuple(run), cut(sum(pieces[number].length for number in run))) for run in runs]
+    return runs
 
 
 def cut(length: int) -> tuple[int, ...]:
@@ -219,67 +205,66 @@ class TensorRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPlan:
-    """The layout of all tensors.
+    """The layout of the tensors in host memory, or of those on one GPU.
 
     Attributes:
+        accelerator: The GPU; ``None`` for host memory.
         runs: For the tensors that have elements.
         names: The names of these tensors; no two are the same.
-        length: Of all runs, in bytes.
         empty: The numbers of the tensors without elements, with their dtypes and shapes.
     """
 
+    accelerator: Accelerator | None
     runs: tuple[TensorRun, ...]
     names: frozenset[str]
-    length: int
     empty: tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
-def plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorPlan:
-    """Lay out named tensors: see `plan_tensors`."""
-    return plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
+_Tensor: TypeAlias = tuple[int, str, torch.dtype, torch.Size]
+"""A tensor's number, name, dtype and shape."""
+
+
+def plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[TensorPlan]:
+    """Lay out named tensors: a plan for those in host memory, and one for each GPU.
+
+    Names that repeat get a number at their end in the header.
+    """
+    places: dict[int, tuple[Accelerator | None, list[_Tensor]]] = {id(None): (None, [])}
+    for number, (name, tensor) in enumerate(tensors):
+        accelerator = accelerator_of(tensor) if tensor.numel() else None
+        theirs = places.setdefault(id(accelerator), (accelerator, []))[1]
+        theirs.append((number, name, tensor.dtype, tensor.shape))
+    return [_planned(accelerator, tuple(theirs)) for accelerator, theirs in places.values() if theirs]
 
 
 @functools.lru_cache(maxsize=4)
-def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> TensorPlan:
-    """Lay out tensors.
-
-    Args:
-        tensors: Name, dtype and shape of each. Names that repeat get a number at their end in the header.
-    """
-    full = [number for number, (_, _, shape) in enumerate(tensors) if shape.numel()]
-    sizes = [(shape.numel(), dtype.itemsize) for _, dtype, shape in map(tensors.__getitem__, full)]
-    pieces = [
-        PlannedPiece(tensors[number][0], str(tensors[number][1]), count * width)
-        for number, (count, width) in zip(full, sizes, strict=True)
-    ]
+def _planned(accelerator: Accelerator | None, tensors: tuple[_Tensor, ...]) -> TensorPlan:
+    full = [(each, each[3].numel(), each[2].itemsize) for each in tensors if each[3].numel()]
     names = {METADATA_NAME}
     runs = []
-    for plan in plan_runs(pieces):
-        numbers = tuple(full[piece] for piece in plan.pieces)
+    for pieces, lengths in plan_runs([(name, str(dtype), count * width) for (_, name, dtype, _), count, width in full]):
         entries: list[HeaderEntry] = []
         at = 0
-        for piece, number in zip(plan.pieces, numbers, strict=True):
-            name, dtype, shape = tensors[number]
-            length = pieces[piece].length
+        for (_, name, dtype, shape), count, width in map(full.__getitem__, pieces):
+            length = count * width
             entries.append(HeaderEntry(unique(name, names), *described(dtype, shape, length), at, length))
             at += length
-        shapes = tuple(tensors[number][2] for number in numbers)
+        shapes = tuple(full[piece][0][3] for piece in pieces)
         runs.append(
             TensorRun(
-                tensors[numbers[0]][1],
-                np.array(numbers, np.int64),
+                full[pieces[0]][0][2],
+                np.array([full[piece][0][0] for piece in pieces], np.int64),
                 None if all(len(shape) == 1 for shape in shapes) else shapes,
-                tuple(sizes[piece][0] for piece in plan.pieces),
+                tuple(full[piece][1] for piece in pieces),
                 tuple(entries),
-                plan.lengths,
+                lengths,
                 np.array([entry.at for entry in entries], np.uint64),
                 np.array([entry.length for entry in entries], np.uint64),
                 max(entry.length for entry in entries),
             )
         )
-    total = sum(piece.length for piece in pieces)
-    empty = tuple((at, dtype, shape) for at, (_, dtype, shape) in enumerate(tensors) if not shape.numel())
-    return TensorPlan(tuple(runs), frozenset(names - {METADATA_NAME}), total, empty)
+    empty = tuple((number, dtype, shape) for number, _, dtype, shape in tensors if not shape.numel())
+    return TensorPlan(accelerator, tuple(runs), frozenset(names - {METADATA_NAME}), empty)
 
 
 def described(dtype: torch.dtype, shape: Iterable[int], length: int) -> tuple[str, tuple[int, ...]]:

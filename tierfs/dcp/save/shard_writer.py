@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.codec.layout.safetensors import HeaderEntry
-from tierfs.dcp.save.gpu_staging import GpuStaging, snapshots_of
-from tierfs.dcp.save.gpu_tensors import copy_in
-from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
+from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.plan import cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import Place, ShardFile, staged_in
+from tierfs.dcp.save.tensors import copy_in, snapshots_of
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import CHUNK_BYTES
@@ -124,8 +124,8 @@ def commit_shard(
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
     ram_only = log_level is Level.STAGED
     # A thread costs more than hashing a few MiB.
-    few = 1 if sum(run.memory.length for run in runs) < CHUNK_BYTES else None
-    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else few, ram_only=ram_only)
+    few = 1 if sum(len(run.view) for run in runs) < CHUNK_BYTES else None
+    memory.seal(runs, threads_max=BESIDE_TRAINING if file.transfers else few, ram_only=ram_only)
     used = {id(run) for run, _ in wanted}
     file.check_arrived([run for run in file.runs if id(run) in used])
     other = _seen_otherwise(places)
@@ -137,14 +137,14 @@ def commit_shard(
         for entry in run.entries:
             dtype, shape = other.get((id(run), entry.at), (entry.dtype, entry.shape))
             entries.append(HeaderEntry(entry.name, dtype, shape, end + entry.at, entry.length))
-        end += run.memory.length
+        end += len(run.view)
     entries += [entry._replace(at=end) for run, entry in places if run is None]
     head = header(entries)
     (first,) = memory.add_runs([cut(len(head))], wait=not ram_only)
     first.view[:] = head
     memory.seal([first], ram_only=ram_only)
     level, metadata = (None, part_of(file.store)) if log_level is None else (Level.STAGED, None)
-    parts = [first, *(run.memory for run in runs)]
+    parts = [first, *runs]
     memory.commit(path, parts, level=level, metadata=metadata, is_new=True, ram_only=ram_only)
     return len(head) + end, [len(head) + begins.get(id(run), end) + entry.at for run, entry in places]
 
@@ -157,9 +157,9 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Place]) -> Sequence[Plac
     there = {(id(run), entry.at) for run, entry in wanted}
     mixed = {id(run) for run in file.runs if any((id(run), entry.at) not in there for entry in run.entries)}
     sources = list(dict.fromkeys(place for place in wanted if id(place[0]) in mixed))
-    plans = plan_runs([PlannedPiece(entry.name, entry.dtype, entry.length) for _, entry in sources])
+    plans = plan_runs([(entry.name, entry.dtype, entry.length) for _, entry in sources])
     try:
-        packed = file.begin_runs([plan.lengths for plan in plans], wait=False)
+        packed = file.begin_runs([lengths for _, lengths in plans], wait=False)
     except CapacityError as error:
         if file.store.tiers is not None:
             file.store.tiers.counters.fall_back(
@@ -170,12 +170,12 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Place]) -> Sequence[Plac
         return wanted
     names: set[str] = set()
     moved: dict[Place, Place] = {}
-    for plan, (target, _) in zip(plans, packed, strict=True):
+    for (numbers, _), target in zip(plans, packed, strict=True):
         entries: list[HeaderEntry] = []
         at = 0
-        for run, entry in map(sources.__getitem__, plan.pieces):
+        for run, entry in map(sources.__getitem__, numbers):
             assert run is not None
-            target.memory.view[at : at + entry.length] = run.memory.view[entry.at : entry.at + entry.length]
+            target.view[at : at + entry.length] = run.view[entry.at : entry.at + entry.length]
             name = entry.name if entry.name not in names else unique(entry.name, file.names)
             names.add(name)
             entries.append(entry._replace(name=name, at=at))

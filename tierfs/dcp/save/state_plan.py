@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.save.copy import Addresses
-from tierfs.dcp.save.gpu_tensors import TensorLayout
+from tierfs.dcp.save.plan import plan_of
 from tierfs.dcp.save.replicas import RemoteReplica, placeholder
 from tierfs.dcp.tensorbytes import PLAIN_TYPES, holds_shards, lies_nowhere, problem_of
 from tierfs.device.accelerator import accelerator_of, accelerators
@@ -201,7 +201,7 @@ class StatePlan:
         self._is_complex = any(part.is_complex() for part in parts)
         self._is_whole = np.array([one[_CONTIGUOUS] and not one[_NEGATED] for one in traits], bool)
         self._owners = [accelerator_of(part) for part in parts] if accelerators else []
-        self.layout = TensorLayout.of([(named[at][0], part) for at, part in zip(self._staged, parts, strict=True)])
+        self.layout = plan_of([(named[at][0], part) for at, part in zip(self._staged, parts, strict=True)])
 
     @classmethod
     def of(cls, state: Mapping[str, Any], taken: Mapping[str, Any]) -> StatePlan | None:

@@ -6,18 +6,20 @@ private.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierfs._fork import PerProcess
+from tierfs.codec.layout.safetensors import HeaderEntry
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
@@ -38,32 +40,43 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("tierfs.store")
 
 
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """One chunk of a run."""
-
-    view: memoryview
-    buffer: ChunkBuffer | None = None
-    slot: SlotRef | None = None  # set when it is sealed
-    row: Row | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Run:
     """Chunks that follow each other in the file and are adjacent in memory.
 
-    Attributes:
+    Args:
         view: The memory of all chunks, writable until the run is sealed.
-        length: Length of the run in bytes.
+        lengths: The length of each chunk in bytes. They add up to that of ``view``.
+        buffers: The chunks in slabs; none without local tiers.
+
+    Attributes:
+        address: Of its first byte in this process.
+        entries: What lies in it, in the order of offsets. For the caller.
     """
 
-    view: memoryview
-    length: int
-    _chunks: list[_Chunk] = field(repr=False)
+    def __init__(self, view: memoryview, lengths: Sequence[int], buffers: Sequence[ChunkBuffer] = ()) -> None:
+        self.view = view
+        self.address = int(np.frombuffer(view, np.uint8).ctypes.data)
+        self.entries: Sequence[HeaderEntry] = ()
+        self._begins: list[int] = []
+        self._buffers = buffers
+        self._lengths = lengths
+        self._rows: list[Row | None] = [None] * len(lengths)
+        self._slots: list[SlotRef | None] = [None] * len(lengths)  # set when a chunk is sealed
+
+    def chunks(self) -> list[memoryview]:
+        """Return the memory of each chunk."""
+        ends = itertools.accumulate(self._lengths)
+        return [self.view[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
+
+    def find(self, inside: int) -> HeaderEntry:
+        """Return the entry at an offset in the run, in bytes, or else the last one before it."""
+        if not self._begins:
+            self._begins = [entry.at for entry in self.entries]
+        return self.entries[bisect_right(self._begins, inside) - 1]
 
     def digests(self) -> list[bytes]:
         """Return the digests of the chunks in order. A chunk that is not sealed has an empty one."""
-        return [chunk.row.name.digest if chunk.row is not None else b"" for chunk in self._chunks]
+        return [row.name.digest if row is not None else b"" for row in self._rows]
 
 
 class StagedFile:
@@ -102,15 +115,14 @@ class StagedFile:
             CapacityError: There is no room. Nothing was reserved.
         """
         if self._writer is None:
-            return [_private_run(lengths) for lengths in runs]
+            return [Run(np.empty(sum(lengths), np.uint8).data, lengths) for lengths in runs]
         found = []
         timeout_s = self._store.timeout_s if wait else 0
         begun = self._writer.begin_runs(runs, timeout_s=timeout_s, overflows=wait, share_bytes=share_bytes)
         for lengths, buffers in zip(runs, begun, strict=True):
             slots = [buffer.slot for buffer in buffers]
             self._taken += slots
-            whole = slots[0].segment.view(slots[0], slots[-1])
-            found.append(Run(whole, sum(lengths), [_Chunk(buffer.view, buffer) for buffer in buffers]))
+            found.append(Run(slots[0].segment.view(slots[0], slots[-1]), lengths, buffers))
         return found
 
     def segments(self) -> set[Segment]:
@@ -129,7 +141,7 @@ class StagedFile:
             return
         if not self._finalizer.alive:
             raise self._gone(self._store.where(""))
-        waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
+        waiting = [(run, at) for run in runs for at, row in enumerate(run._rows) if row is None]
         if ram_only:
             processors().share_out(self._seal_chunk, waiting, threads_max=threads_max)
             return
@@ -141,9 +153,8 @@ class StagedFile:
         finally:
             ahead.end()
 
-    def _put(self, path: str, chunks: Sequence[_Chunk], pressure: Pressure) -> None:
+    def _put(self, path: str, views: Sequence[memoryview], pressure: Pressure) -> list[Row]:
         """Put chunks into the object tier. The file's own table of tensors tells how to encode each chunk."""
-        views = [chunk.view for chunk in chunks]
         lengths, group = list(map(len, views)), group_of(path)
         save = self._store.encoder.count_save(group)
         layout = layout_of(partial(_read_from, views), sum(lengths))
@@ -153,16 +164,14 @@ class StagedFile:
         def put(number: int) -> Row:
             return store_chunk(self._store, views[number], contexts[number], pressure=pressure)
 
-        missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
-        for number, row in zip(missing, transfers().map(put, missing), strict=True):
-            chunks[number].row = row
+        return list(transfers().map(put, range(len(views))))
 
-    def _seal_chunk(self, chunk: _Chunk, ahead: Ahead | None = None) -> None:
+    def _seal_chunk(self, chunk: tuple[Run, int], ahead: Ahead | None = None) -> None:
         assert self._writer is not None
-        assert chunk.buffer is not None
-        chunk.buffer.accept()
-        slot = self._writer.seal_chunk(chunk.buffer)
-        chunk.slot, chunk.row = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
+        run, at = chunk
+        run._buffers[at].accept()
+        slot = self._writer.seal_chunk(run._buffers[at])
+        run._slots[at], run._rows[at] = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
         if ahead is not None:
             ahead.add(slot)
 
@@ -192,13 +201,14 @@ class StagedFile:
             raise self._gone(self._store.where(path))
         writer: Writer | None = None
         try:
-            chunks = [chunk for run in runs for chunk in run._chunks]
+            slots = [slot for run in runs for slot in run._slots]
             if self._writer is None:
                 is_awaited = (self._store.ack if level is None else level) is Level.OBJECT
-                self._put(path, chunks, "caller" if is_awaited else "none")
-            rows = [chunk.row for chunk in chunks if chunk.row is not None]
-            slots = [chunk.slot for chunk in chunks]
-            assert len(rows) == len(chunks), "not sealed"
+                chunks = [chunk for run in runs for chunk in run.chunks()]
+                rows = self._put(path, chunks, "caller" if is_awaited else "none")
+            else:
+                rows = [row for run in runs for row in run._rows if row is not None]
+            assert len(rows) == len(slots), "not sealed"
             staged = self._writer is not None
             writer = Writer(
                 self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new, ram_only=ram_only
@@ -230,12 +240,6 @@ def _read_from(views: Sequence[memoryview], start: int, out: memoryview) -> None
         piece = view[max(0, start) :][: len(out) - at]
         out[at : at + len(piece)] = piece
         at, start = at + len(piece), start - len(view)
-
-
-def _private_run(lengths: Sequence[int]) -> Run:
-    memory = np.empty(sum(lengths), np.uint8).data
-    ends = np.cumsum(lengths)
-    return Run(memory, len(memory), [_Chunk(memory[end - size : end]) for end, size in zip(ends, lengths, strict=True)])
 
 
 class _Dropped:

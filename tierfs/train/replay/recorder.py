@@ -29,8 +29,8 @@ import torch
 from tierfs.checkpoint.notes import LoggedStep, logged_steps
 from tierfs.clock import boot_id
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.gpu_tensors import copy_in
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.tensors import copy_in
 from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
@@ -178,7 +178,7 @@ class Recorder:
         self._at, self._short = step, 0
 
     def _check_room(self, file: ShardFile) -> None:
-        if self._used + sum(run.memory.length for run in file.runs) > self.policy.ring_bytes:
+        if self._used + sum(len(run.view) for run in file.runs) > self.policy.ring_bytes:
             raise CapacityError(f"the log has {format_bytes(self._used)} of ring={self.policy.ring!r}", tier="ram")
 
     def _open_file(self) -> ShardFile:
