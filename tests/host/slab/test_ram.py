@@ -195,11 +195,12 @@ def test_only_sealed_slots_of_a_killed_process_are_found(tier, host):
     assert suffixes(host) == [".slab"]  # still clean: it serves as a cache until a process needs the room
 
 
-def test_an_empty_segment_of_a_dead_process_is_removed(tier, host):
+def test_an_empty_segment_of_a_dead_process_stays_until_room_is_needed(tier, open_tier, host):
     killed(host, lambda other: other.take(SlotKind.CHUNK, 10, timeout_s=0))
     assert tier.reclaim(lambda segment: set()) == 4096
+    assert suffixes(host) == [".slab"]
+    tier.reap()
     assert suffixes(host) == []
-    assert tier.segments() == []
 
 
 def test_slots_of_a_live_process_are_not_reclaimed(tier, open_tier):
@@ -740,6 +741,122 @@ def test_clean_data_of_dead_processes_makes_room(open_tier, host):
     kept = {slot.name for segment in dirty.segments() for slot in segment.slots()}
     fill(open_tier(budget=4 * MIB))
     assert {slot.name for segment in dirty.segments() for slot in segment.slots()} == kept
+
+
+def left_by_a_dead_process(host, *, count=4, clean=True):
+    """Let a process die that has put 256 KiB slots into segments. Return the inodes of their files."""
+
+    def work(other):
+        for number in range(count):
+            put(other, b"old-%d" % number, b"old %d" % number, length=256 * KIB, clean=clean)
+        other.take(SlotKind.CHUNK, 100, timeout_s=0)  # is being filled
+
+    killed(host, work)
+    return {path.stat().st_ino for path in host.segments.glob("*.slab")}
+
+
+def test_the_memory_of_a_dead_process_is_taken_over_and_its_copies_stay(open_tier, host):
+    inodes = left_by_a_dead_process(host)
+    reader, tier = open_tier(), open_tier()
+    assert content(reader.find(b"old-1"))[:5] == b"old 1"
+    put(tier, b"new", b"few bytes", length=4096)
+    assert {os.fstat(one._fd.number).st_ino for one in tier.own_segments()} <= inodes  # no other seam shows the file
+    assert all(one.owner == host.owner() for one in tier.own_segments())
+    assert filling(tier) == 0
+    for each in (reader, tier):
+        assert content(each.find(b"old-1"))[:5] == b"old 1"
+        assert content(each.find(b"new"))[:9] == b"few bytes"
+    slots = fill(tier)  # evicts the copies
+    assert len({slot.offset for slot in slots if slot.segment is slots[0].segment}) > 1
+    assert tier.find(b"old-1") is None
+    assert content(tier.find(b"new"))[:9] == b"few bytes"
+    assert all(content(tier.find(slot.name)) == content(slot) for slot in slots)
+
+
+def test_dirty_data_of_a_dead_process_is_left_where_it_is(open_tier, host):
+    left_by_a_dead_process(host, clean=False)
+    tier = open_tier()
+    fill(tier)
+    assert not any(tier.find(b"old-%d" % number).segment.owned for number in range(4))
+    assert content(tier.find(b"old-1"))[:5] == b"old 1"
+
+
+def test_copies_of_what_is_read_take_no_memory_over(open_tier, host):
+    inodes = left_by_a_dead_process(host)
+    tier = open_tier()
+    tier.take(SlotKind.CHUNK, 100, timeout_s=0, spares_copies=True)
+    assert not {one.path.stat().st_ino for one in tier.own_segments()} & inodes
+
+
+def test_two_heirs_share_what_a_dead_process_left(open_tier, host):
+    left_by_a_dead_process(host, count=12)
+    heirs = [open_tier(), open_tier()]
+    for number in range(6):
+        for heir, tier in enumerate(heirs):
+            put(tier, b"%d-%d" % (heir, number), b"%d" % heir, length=256 * KIB)
+    own = [{one.id for one in tier.own_segments()} for tier in heirs]
+    assert all(own)
+    assert not own[0] & own[1]
+    for number in range(6):
+        for heir in range(2):
+            assert content(heirs[0].find(b"%d-%d" % (heir, number)))[:1] == b"%d" % heir
+
+
+@pytest.mark.parametrize("point", ["claimed", "resumed"])
+def test_a_heir_that_dies_during_the_take_over_has_a_heir_itself(open_tier, host, monkeypatch, point):
+    inodes = left_by_a_dead_process(host)
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(other):
+        if point == "claimed":
+            monkeypatch.setattr(segment.Segment, "resume", die)
+        put(other, b"late", b"late", clean=True)
+
+    killed(host, work)
+    tier = open_tier()
+    assert content(tier.find(b"old-1"))[:5] == b"old 1"
+    put(tier, b"new", b"few bytes", length=4096)
+    assert {one.path.stat().st_ino for one in tier.own_segments()} <= inodes
+    assert content(tier.find(b"old-1"))[:5] == b"old 1"
+
+
+@pytest.mark.parametrize("damage", ["state", "offset"])
+def test_a_segment_with_a_damaged_table_is_not_taken_over(open_tier, host, damage):
+    left_by_a_dead_process(host, count=2)
+    (path,) = host.segments.glob("*.slab")
+    found = segment.Segment.attach(path)
+    head = found._table.heads[found.find(b"old-1").index : found.find(b"old-1").index + 1]  # as a flipped bit would
+    head[damage] = 0x77 if damage == "state" else 1 << 50
+    found.close()
+    tier = open_tier()
+    put(tier, b"new", b"few bytes")
+    assert path not in {one.path for one in tier.own_segments()}
+    assert content(tier.find(b"old-0"))[:5] == b"old 0"
+
+
+def test_a_segment_of_another_version_is_not_taken_over(open_tier, host, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(segment_file, "VERSION", segment_file.VERSION + 1)
+        inodes = left_by_a_dead_process(host)
+    tier = open_tier()
+    put(tier, b"new", b"few bytes")
+    assert not {one.path.stat().st_ino for one in tier.own_segments()} & inodes
+
+
+def test_the_flusher_frees_nothing_of_a_segment_that_was_taken_over_meanwhile(open_tier, host):
+    left_by_a_dead_process(host)
+    flusher, tier = open_tier(), open_tier()
+    taken = []
+
+    def needed(_segment):
+        taken.append(tier.take(SlotKind.CHUNK, 4096, timeout_s=0))
+        return ()
+
+    flusher.reclaim(needed)
+    assert taken
+    assert filling(tier) == 4096 * len(taken)
 
 
 def test_an_unfinished_segment_of_a_killed_process_is_removed(open_tier, host, monkeypatch):

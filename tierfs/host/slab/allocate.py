@@ -17,13 +17,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from tierfs.buffers import PAGE_BYTES
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, StoreError
+from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.host.slab.table import Layout, padded
 
 # madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a touch of
@@ -54,7 +54,7 @@ def allocate(fd: int, size: int, path: str, *, threads: int | None = None, popul
     """Reserve all the memory of a file, so that later writes cannot fail, and map it. Releases the GIL.
 
     Args:
-        fd: The file, empty and of this size.
+        fd: The file, of this size. What it holds already stays.
         size: Size in bytes.
         path: Name of the file in errors.
         threads: Maximum number of threads; by default `THREADS_MAX`. Never more than processors.
@@ -214,14 +214,31 @@ class FreeRanges:
 
 
 class SlotAllocator:
-    """The free slots and pages of a segment, which is assumed to be empty at first. Not thread-safe."""
+    """The free slots and pages of a segment. Not thread-safe.
 
-    def __init__(self, layout: Layout) -> None:
-        self._slots = list(range(layout.slots))  # free slots, a heap
-        self._sizes: dict[int, int] = {}  # bytes of each allocated slot
-        self._serial = 0
+    Args:
+        layout: Of the segment.
+        used: The index, offset and length in bytes of each slot in use.
+        serial: The last serial that the segment gave.
+
+    Raises:
+        CorruptionError: Slots in use overlap.
+    """
+
+    def __init__(self, layout: Layout, used: Collection[tuple[int, int, int]] = (), serial: int = 0) -> None:
+        self._sizes = {index: padded(max(length, 1)) for index, _, length in used}  # bytes of each allocated slot
+        self._slots = [index for index in range(layout.slots) if index not in self._sizes]  # free slots, a heap
+        self._serial = serial
         self._free = FreeRanges()
-        self._free.give(layout.data_at, layout.data_at + layout.data_bytes // padded(1) * padded(1))
+        at, end = layout.data_at, layout.data_at + layout.data_bytes // padded(1) * padded(1)
+        for offset, index in sorted((offset, index) for index, offset, _ in used):
+            if offset < at or offset % padded(1):
+                raise CorruptionError("slots of a segment overlap", tier="ram")
+            self._free.give(at, offset)
+            at = offset + self._sizes[index]
+        if at > end:
+            raise CorruptionError("a slot lies beyond the end of its segment", tier="ram")
+        self._free.give(at, end)
 
     def may_take(self, lengths: Sequence[int]) -> bool:
         """Return whether `take` would find room. Any thread may ask; the answer may be out of date."""

@@ -132,8 +132,8 @@ class RamBudget:
                 # An unreadable segment may be a dirty one of another version: it stays, and counts against the budget.
                 _logger.debug("%s cannot be opened, and is left as it is: %s", file.path, error)
                 continue
-            # A process that lives may have released it.
-            if is_alive and self._host.is_alive(segment.owner):
+            # A process that lives may have released it, or taken it over.
+            if self._host.is_alive(segment.owner):
                 segment.close()
             elif segment.is_dirty():
                 segment.shed()
@@ -141,6 +141,26 @@ class RamBudget:
             else:
                 found.append(segment)
         return found
+
+    def claim(self, store: str, least_bytes: int) -> Path | None:
+        """Let this process take over a segment of a store whose owner is dead, and return its path.
+
+        Only a segment with all its memory, with room for so many bytes in one piece, and without dirty data is taken
+        over. Call it under the host's lock.
+        """
+        for file in self.files():
+            if file.name.suffix != "slab" or file.name.store != store[:8] or self._host.is_alive(file.name.owner):
+                continue
+            try:
+                segment = Segment.attach(file.path)
+                is_free = segment.store == store and not self._host.is_alive(segment.owner) and not segment.is_dirty()
+                if is_free and segment.data_bytes >= least_bytes and file.size >= segment.size:
+                    segment.claim(self._host.owner())
+                    return file.path
+                segment.close()
+            except (TierfsError, OSError, MemoryError) as error:
+                _logger.debug("%s is not taken over: %s", file.path, error)
+        return None
 
     def ask_for_room(self) -> None:
         """Ask the other processes of the host to give memory back. A process that waits for room repeats this."""

@@ -17,7 +17,14 @@ from pathlib import Path
 
 from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.errors import (
+    CapacityError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    TierfsError,
+)
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.slab.budget import LOCK, RamBudget
@@ -72,6 +79,7 @@ class SegmentPool:
         self._requests = self._waiting = 0  # that got their slots; that wait now
         self._is_new = False  # whether there was a request, not for a copy, since memory was last added ahead
         self._largest = 0  # bytes of the largest request
+        self._inherits = False  # whether it has segments of dead processes, whose copies make room first
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -208,10 +216,11 @@ class SegmentPool:
             while not self._fit_all(self._within_budget(own := self.own), kind, runs, found):
                 left = [lengths for lengths, slots in zip(runs, found, strict=True) if slots is None]
                 held = sum(segment.data_bytes for segment in self._in_use())
-                evicts = not spares_copies and held >= max(min(KEPT_BYTES, self._budget_bytes // 2), 2 * wanted)
+                enough = 0 if self._inherits else max(min(KEPT_BYTES, self._budget_bytes // 2), 2 * wanted)
+                evicts = not spares_copies and held >= enough
                 if not (
                     (evicts and self._evict_for(left))
-                    or self._grow_for(left, own)
+                    or self._grow_for(left, own, takes_over=not spares_copies)
                     or self._evict_for(left)
                     or self._replace_small(left)
                 ):
@@ -295,10 +304,11 @@ class SegmentPool:
             self.evicted_bytes += freed
         return freed > 0
 
-    def _grow_for(self, runs: Sequence[Sequence[int]], own: Sequence[Segment]) -> bool:
+    def _grow_for(self, runs: Sequence[Sequence[int]], own: Sequence[Segment], *, takes_over: bool) -> bool:
         """Add a segment for these runs, unless another thread changed ``own`` meanwhile. Return whether to try again."""
         with self._growing:
-            return self.own is not own or self._grow(_longest(runs), _size(itertools.chain.from_iterable(runs)))
+            wanted = _size(itertools.chain.from_iterable(runs))
+            return self.own is not own or self._grow(_longest(runs), wanted, takes_over=takes_over)
 
     def _replace_small(self, runs: Sequence[Sequence[int]]) -> bool:
         """Give back own segments that are too small for the longest run. Return whether that released memory.
@@ -323,14 +333,15 @@ class SegmentPool:
     def _grow_quietly(self, missing: int) -> None:
         with self._growing:
             try:
-                self._grow(min(missing, CHUNK_BYTES, self._data_bytes_max), missing, ahead=True)
+                self._grow(min(missing, CHUNK_BYTES, self._data_bytes_max), missing, ahead=True, takes_over=True)
             except (TierfsError, OSError) as error:
                 # A later request for the room tries again and reports the error.
                 _logger.debug("no segment was made ahead: %s", error)
 
-    def _grow(self, longest: int, wanted: int, *, ahead: bool = False) -> bool:
-        """Add a segment if the budget allows one that holds ``longest`` bytes in one piece.
+    def _grow(self, longest: int, wanted: int, *, ahead: bool = False, takes_over: bool = False) -> bool:
+        """Add a segment that holds ``longest`` bytes in one piece.
 
+        With ``takes_over``, that of a dead process is preferred: its memory need not be made. Else the budget decides.
         With ``ahead``, no segment of a dead process is removed for it. Returns whether a segment was added.
 
         Raises:
@@ -341,6 +352,15 @@ class SegmentPool:
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
             make_private(self._ram_budget.directory)  # another process may have removed it
+            claimed = self._ram_budget.claim(self._store, longest) if takes_over else None
+        # No thread waits for memory that is allocated ahead, and training wants the processors.
+        threads = 1 if ahead else None
+        if claimed is not None:
+            with contextlib.suppress(CapacityError, CorruptionError, NotFoundError):  # removed or cut short meanwhile
+                self._add(Segment.resume(claimed, threads=threads))
+                self._inherits = True
+                return True
+        with self._host.locked(LOCK):
             layout = self._plan(longest, wanted)
             if layout is None and not ahead:
                 orphans = self._ram_budget.orphans()
@@ -350,8 +370,6 @@ class SegmentPool:
                 return False
             header = SegmentHeader.new(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             reservation = self._reserve(header, self._ram_budget.folders)
-        # No thread waits for memory that is allocated ahead, and training wants the processors.
-        threads = 1 if ahead else None
         while reservation is not None:
             try:
                 segment = Segment.make(reservation, threads=threads)
@@ -361,7 +379,7 @@ class SegmentPool:
                 with self._host.locked(LOCK):
                     reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
             else:
-                self._add(segment, reservation)
+                self._name(segment, reservation)
                 return True
         return False
 
@@ -390,15 +408,18 @@ class SegmentPool:
             reservation = Reservation(folder, header)
         try:
             # Its pages are not written ahead: on a disk, each would be written twice.
-            self._add(Segment.make(reservation, populates=False), reservation)
+            self._name(Segment.make(reservation, populates=False), reservation)
         except CapacityError as error:
             self.why_not = str(error)
             return False
         return True
 
-    def _add(self, segment: Segment, reservation: Reservation) -> None:
+    def _name(self, segment: Segment, reservation: Reservation) -> None:
         with self._host.locked(LOCK):
             segment.path = reservation.finish()
+        self._add(segment)
+
+    def _add(self, segment: Segment) -> None:
         with self._lock:
             self.own = (*self.own, segment)
 

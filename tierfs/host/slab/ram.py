@@ -261,11 +261,13 @@ class RamTier:
                 continue
             kept = needed(segment)
             with self.host.locked(LOCK):
+                if self.host.is_alive(segment.owner):  # a process has taken it over meanwhile
+                    continue
                 freed += segment.free_unneeded(kept)
                 # Other processes cannot use clean data in a segment whose file was removed. An owner that released its
                 # segment left only data to flush.
                 left = segment.is_removed() or not int(segment.owner, 16) or segment.path.parent == self.host.overflow
-                if not any(segment.sums()) or (left and not segment.is_dirty()):
+                if left and not segment.is_dirty():
                     self._drop(segment)
         return freed
 

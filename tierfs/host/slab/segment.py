@@ -120,8 +120,7 @@ class Segment:
         self._view = TableView(header.layout)
         self._allocator: SlotAllocator | None = None
         if memory is not None:
-            self._allocator = SlotAllocator(header.layout)
-            self._table.owner[0] = int(header.creator, 16)
+            self._allocator = self._left_free()
         self._unsound_said = False
         self.retired = False
         self._shed_at = -1
@@ -144,10 +143,43 @@ class Segment:
         try:
             memory = allocate(fd.number, header.layout.size, str(path), threads=threads, populates=populates)
             fd.write(header.encode())
-            return cls(fd, header, path, memory=memory)
+            segment = cls(fd, header, path, memory=memory)
+            segment._table.owner[0] = int(header.creator, 16)
+            return segment
         except BaseException:
             reservation.cancel()
             raise
+
+    def _left_free(self) -> SlotAllocator:
+        """Return what is free in a segment without dirty data."""
+        table, used = self._table, []
+        for index in np.flatnonzero(table.states() != SlotState.FREE).tolist():
+            row = table.row(index)
+            if row.state != SlotState.CLEAN or not row.is_sound(table.layout):
+                raise CorruptionError(f"{self} cannot be taken over: slot {index} is damaged", tier="ram")
+            used.append((index, row.offset, row.length))
+        return SlotAllocator(table.layout, used, int(table.serial.max(initial=0)))
+
+    def claim(self, owner: str) -> None:
+        """Become the owner of a segment of a dead process that has no dirty data, in place of that process.
+
+        The caller holds the host's lock, makes sure that the owner is dead, and opens the segment with `resume` next.
+        What the dead process was filling is freed. Its copies stay.
+
+        Raises:
+            CorruptionError: The table is damaged.
+        """
+        table = self._table
+        with self._lock.held(), changing(table):
+            table.set_state(table.states() == SlotState.FILLING, SlotState.FREE)
+            self._left_free()
+            table.owner[0] = int(owner, 16)
+
+    @classmethod
+    def resume(cls, path: Path, *, threads: int | None = None) -> Segment:
+        """Open a segment that this process has claimed. All its memory is mapped now. Raises as `attach` and `make`."""
+        fd, header = open_segment(path)
+        return cls(fd, header, path, memory=allocate(fd.number, header.layout.size, str(path), threads=threads))
 
     @classmethod
     def attach(cls, path: Path) -> Segment:
