@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
+from tierfs.dcp import TierWriter
 from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, StoreError, StoreNotFoundError
 from tierfs.fs import TierFileSystem
 from tierfs.objects import LocalObjects
@@ -605,3 +608,26 @@ def test_stock_dcp_over_hosts_is_refused_below_object(root, monkeypatch, world):
     dcp.save(state, storage_writer=FsspecWriter(step, ack="object", ram="64MiB"), no_dist=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", world[0])
     dcp.save(state, storage_writer=FsspecWriter(step, ack=ack, ram="64MiB"), no_dist=True)
+
+
+@pytest.mark.parametrize("ram", ["0", "64MiB"])
+def test_no_change_returns_before_it_is_local(root, tmp_path, ram):
+    options = {"ack": "local", "ram": ram, "nvme": "64MiB", "state_dir": f"{tmp_path}/state"}
+    fs, path = fsspec.url_to_fs(root, **options)
+    hasty, _ = fsspec.url_to_fs(root, timeout=0.5, **options)
+    fs.pipe_file(f"{path}/first", b"starts the flusher")
+    fs.wait(path, "local", timeout=HANG_S)
+    writer = TierWriter(f"{root}/step_1", timeout=0.5, **options)
+    changes = [
+        lambda: hasty.pipe_file(f"{path}/piped", bytes(1 << 20)),
+        lambda: dcp.save({"w": torch.zeros(1 << 18)}, storage_writer=writer, no_dist=True),
+    ]
+    flusher = fs.status()["flusher"]["pid"]
+    os.kill(flusher, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(len(changes)) as pool:
+            raised = [str(made.exception()) for made in [pool.submit(each) for each in changes]]
+    finally:
+        os.kill(flusher, signal.SIGCONT)
+    assert all("has not reached 'local' yet" in each for each in raised), raised
+    fs.wait(path, "local", timeout=HANG_S)
