@@ -10,8 +10,10 @@ from dataclasses import replace
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.tiered import Host
 from support.waiting import HANG_S, until
 
+from tierfs.clock import ManualClock
 from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError
 from tierfs.format import keys
@@ -21,6 +23,8 @@ from tierfs.host.pending.levels import Level
 from tierfs.objects import FsspecObjects, MeasuredObjects
 from tierfs.objects.backends.local import LocalObjects
 from tierfs.objects.backends.memory import MemoryObjects
+from tierfs.objects.protocol import OVERWRITE
+from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import commit, delete, find, load, stat, status
 from tierfs.store.announced_saves import PENDING
 from tierfs.store.commit import PART, PART_IN_PLACE, Commits, part_of
@@ -28,6 +32,7 @@ from tierfs.store.create import create_store
 from tierfs.store.store import Store
 from tierfs.store.write import staging
 from tierfs.store.write.writer import Writer
+from tierfs.testing import Fault, FaultyObjects
 
 ALL = pytest.mark.parametrize("directory", ["run/step_1", ""])
 
@@ -347,6 +352,82 @@ def test_a_failed_look_for_complete_saves_is_repeated(hosts):
         assert not is_there(first.plain(), f"run/{ROOT}")
     second.tiers.wait("run", Level.OBJECT)
     assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
+
+
+class Rivalled(WrappedObjects):
+    """An object tier where another writer changes the metadata just before each put of it."""
+
+    rival = None
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        if key == record_key(f"run/{ROOT}") and (rival := self.rival) is not None:
+            self.rival = None
+            again = rival()
+            self.rival = rival if again else None
+        return super().put(key, data, mode=mode, checksum=checksum)
+
+
+@pytest.fixture
+def rivalled(root):
+    """A store without local tiers, and its object tier."""
+    objects = Rivalled(MemoryObjects(root))
+    descriptor, _ = create_store(objects, "store", digest=DigestKind.XXH3_128, random_bytes=bytes(16))
+    store = Store(objects, descriptor, url="store", clock=ManualClock())
+    put_plain(store, "run/rank-0", mark(0))
+    return store, objects
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_the_later_of_two_simultaneous_saves_is_published(rivalled, other):
+    store, objects = rivalled
+    objects.rival = lambda: put_plain(store, f"run/{ROOT}", mark(other))
+    Commits(store).announce("run", document("rank-0"), mark(2))
+    assert SaveMark.of(stat(store, f"run/{ROOT}").manifest.metadata) == mark(max(other, 2))
+    assert not announced(store, "run")
+    assert list(store.objects.list(keys.references_key("run")))
+
+
+def test_a_save_gives_up_after_so_many_rivals(rivalled):
+    store, objects = rivalled
+    rivals = itertools.count(1)
+
+    def rival():
+        put_plain(store, f"run/{ROOT}", mark(next(rivals)))
+        return True
+
+    objects.rival = rival
+    Commits(store).announce("run", document("rank-0"), mark(99))  # its publication fails, the announcement stays
+    assert next(rivals) == commit.ATTEMPTS_MAX + 1
+    objects.rival = None
+    assert Commits(store).advance("run") == []
+    assert SaveMark.of(stat(store, f"run/{ROOT}").manifest.metadata) == mark(99)
+
+
+def test_a_wait_lasts_until_the_last_part_is_there(rivalled):
+    store, _ = rivalled
+    Commits(store).announce("run", document("rank-0", "rank-1"), mark(1))
+
+    class Arriving(ManualClock):
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            if self.monotonic() >= began + 1:
+                put_plain(store, "run/rank-1", mark(0))
+
+    began, store.clock = store.clock.monotonic(), Arriving()
+    Commits(store).wait("run", 60)
+    assert store.clock.monotonic() == began + 1
+    assert is_there(store, f"run/{ROOT}")
+
+
+def test_a_look_that_is_refused_is_no_save_in_an_empty_place(tmp_path, root, descriptor):
+    objects = FaultyObjects(MemoryObjects(root))
+    host = Host(tmp_path, objects, descriptor)
+    try:
+        objects.inject(Fault.DENIED, method="list")
+        with pytest.raises(ReadOnlyError, match="denied"):
+            Commits(host.store).begin(f"run/{ROOT}", "a" * 32)
+    finally:
+        host.close()
 
 
 @pytest.fixture(params=["memory", "directory", "fsspec memory", "fsspec directory"])

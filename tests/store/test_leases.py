@@ -16,8 +16,10 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
 from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
 from tierfs.objects.wrappers.verify import as_promised
+from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
 from tierfs.store.chunks import LOOK_BYTES_MIN
+from tierfs.store.leases import LOOKS_AT_FIRST, LOOKS_EARNED, LOOKS_MAX
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 
@@ -271,10 +273,164 @@ def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
     assert Lease.decode(tier.read(other.key, 4096)[0], other.key).sequence == 1
 
 
+def test_knowledge_ends_with_its_lease(store, tier, clock):
+    cache, row = store.lease_cache, Row(ChunkName(bytes(16)), 1, 1)
+    term = cache.ensure()
+    cache.learn(term, [row])
+    clock.sleep(59)
+    assert cache.is_valid(term)
+    clock.sleep(1)
+    assert not cache.is_valid(term)
+    term = cache.ensure()
+    cache.learn(term, [row])
+    tier.delete([info.key for info in tier.list(keys.LEASES)])  # as another client does when it has run out
+    clock.sleep(31)
+    assert cache.ensure() != term
+    assert not cache.is_valid(term)
+    assert cache.unverified([row]) == [row]
+
+
+def test_a_delta_counts_as_its_base_does(store, tier, clock):
+    cache, base = store.lease_cache, ChunkName(bytes(16))
+    delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (base,))
+    condemn(tier, base)
+    term = cache.ensure()
+    cache.add_listed(term, [delta])
+    cache.learn(term, [delta])
+    assert cache.find_listed(delta.name.digest) is None
+    clock.sleep(31)
+    tier.delete([keys.condemned_key(1)])
+    cache.add_listed(cache.ensure(), [delta])
+    assert cache.find_listed(delta.name.digest) == delta
+    cache.mark_damaged(base)
+    assert cache.find_listed(delta.name.digest) is None
+
+
+def test_all_objects_of_damaged_bytes_are_forgotten(store):
+    cache, first = store.lease_cache, ChunkName(bytes(16))
+    cache.learn(cache.ensure(), [Row(first._replace(generation=1), 1, 1)])
+    cache.mark_damaged(first)
+    assert cache.find(first.digest) is None
+    assert (cache.is_damaged(first), cache.is_lost(first)) == (True, False)
+    cache.clear_damaged(first)
+    assert (cache.is_damaged(first), cache.is_lost(first)) == (False, True)
+    cache.learn(cache.ensure(), [Row(first, 1, 1)])
+    assert not cache.is_lost(first)
+
+
+def test_a_put_is_too_late_one_grace_after_its_lease_began(store, clock):
+    store.lease_cache.ensure()
+    clock.sleep(3599)
+    assert store.lease_cache.is_too_late() is False
+    clock.sleep(1)
+    assert store.lease_cache.is_too_late() is True
+
+
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_put_of_a_grace_misses_what_was_collected_meanwhile(tier, clock, is_collected):
+    objects = FaultyObjects(tier, clock=clock)
+    store = open_on(objects, clock)
+    writer, name = begin(store, "a")
+    objects.inject(Fault.SLOW, method="put", key_part="/tree/", seconds=3600)
+    if not is_collected:
+        writer.commit()
+        return
+    remove_chunk(tier, name)
+    with pytest.raises(StoreError, match="published more than a grace"):
+        writer.commit()
+
+
+def test_what_was_read_before_the_lease_proves_nothing(store, clock):
+    cache, row = store.lease_cache, Row(ChunkName(bytes(16)), 1, 1)
+    before = clock.monotonic()
+    clock.sleep(1)
+    term = cache.ensure()
+    cache.add_listed(term, [row], since=before)
+    assert cache.find_listed(row.name.digest) is None
+    cache.add_listed(term, [row], since=clock.monotonic())
+    assert cache.find_listed(row.name.digest) == row
+
+
+def test_the_bases_that_were_seen_count_with_their_delta(store):
+    cache, base = store.lease_cache, Row(ChunkName(bytes(16)), 1, 1)
+    delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (base.name,))
+    cache.learn(cache.ensure(), [delta], named=True)
+    assert cache.unverified([delta, base]) == []
+
+
+def test_a_check_counts_until_its_object_is_put_anew(store):
+    cache, name = store.lease_cache, ChunkName(bytes(16))
+    cache.add_listed(cache.ensure(), [Row(name, 1, 1)])
+    cache.note_check(name, 7.0, is_whole=False)
+    assert (cache.facts(name).checked_s, cache.facts(name).is_checked) == (7.0, False)
+    cache.add_verified(name, is_whole=True)
+    assert cache.facts(name).is_checked
+    cache.note_put(name)
+    assert (cache.facts(name).is_own, cache.facts(name).checked_s, cache.facts(name).is_checked) == (True, None, False)
+    cache.mark_damaged(name)
+    assert not cache.facts(name).is_own
+
+
+def test_a_condemned_chunk_is_not_seen_when_it_is_named_again(store, tier, clock):
+    cache, row = store.lease_cache, Row(ChunkName(bytes(16)), 1, 1)
+    cache.learn(cache.ensure(), [row])
+    condemn(tier, row.name)
+    clock.sleep(40)
+    cache.ensure()
+    tier.delete([keys.condemned_key(1)])
+    clock.sleep(40)
+    cache.add_listed(cache.ensure(), [row])
+    assert (cache.find(row.name.digest), cache.find_listed(row.name.digest)) == (None, row)
+
+
+def test_a_condemned_list_is_read_when_it_has_changed(tier, clock):
+    measured = MeasuredObjects(tier)
+    cache, names = open_on(measured, clock).lease_cache, [ChunkName(bytes(15) + bytes([at])) for at in range(2)]
+    condemn(tier, names[0])
+    reads = []
+    for listed in ([], [], names, []):
+        if listed:
+            condemn(tier, *listed)
+        before = measured.snapshot()["read"]["requests"]
+        cache.ensure()
+        reads.append(measured.snapshot()["read"]["requests"] - before)
+        clock.sleep(40)
+    assert reads == [1, 0, 1, 0]
+    assert all(map(cache.is_unusable, names))
+
+
+def test_looks_are_earned_up_to_a_bound(store):
+    def spent():
+        return sum(iter(store.lease_cache.spend_look, False))
+
+    assert spent() == LOOKS_AT_FIRST
+    store.lease_cache.earn_looks()
+    assert spent() == LOOKS_EARNED
+    for _ in range(LOOKS_MAX + 1):
+        store.lease_cache.earn_looks()
+    assert spent() == LOOKS_MAX
+
+
+def test_the_oldest_knowledge_is_dropped(store, monkeypatch):
+    monkeypatch.setattr("tierfs.store.leases.KNOWN_MAX", 2)
+    cache, names = store.lease_cache, [ChunkName(bytes(15) + bytes([at])) for at in range(3)]
+    for name in names:
+        cache.note_put(name)
+    assert [cache.facts(name).is_own for name in names] == [False, True, True]
+    cache.learn(cache.ensure(), [Row(name, 1, 1) for name in names])
+    assert [cache.find(name.digest) is None for name in names] == [True, False, False]
+    for name in names:
+        cache.mark_damaged(name)
+    assert [cache.is_damaged(name) for name in names] == [False, True, True]
+    for name in names:
+        cache.clear_damaged(name)
+    assert [cache.is_lost(name) for name in names] == [False, True, True]
+
+
 def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
     faulty = FaultyObjects(tier, clock=clock)
     store = open_on(faulty, clock)
-    faulty.inject(Fault.SLOW, method="put", key_part="/leases/", seconds=61)
+    faulty.inject(Fault.SLOW, method="put", key_part="/leases/", seconds=60)
     with pytest.raises(StoreError, match="too slow"):
         save(store, "a", CONTENT)
     save(store, "a", CONTENT)
@@ -305,6 +461,17 @@ def test_leases_that_ran_out_long_ago_are_removed_if_possible(tier, clock, monke
     save(open_on(faulty, clock), "b", OTHER)
     assert ("expired leases remain" in caplog.text) == (method is not None)
     assert (lease.key in {info.key for info in tier.list(keys.LEASES)}) == (method is not None)
+
+
+def test_leases_of_a_tier_without_times_stay(tier, clock):
+    class Timeless(WrappedObjects):
+        def list(self, prefix, *, delimiter=False):
+            for item in super().list(prefix, delimiter=delimiter):
+                yield replace(item, modified_ns=0)
+
+    for name in ("a", "b"):
+        save(open_on(Timeless(tier), clock), name, CONTENT)
+    assert len(list(tier.list(keys.LEASES))) == 2
 
 
 def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
