@@ -255,6 +255,28 @@ def test_a_record_that_cannot_be_read_stops_everything_until_a_person_gives_it_u
     assert (after.deleted.count, after.condemned.count) == (1, 1)
 
 
+@pytest.mark.parametrize("then", ["replaced", "removed", "neither"])
+def test_a_record_that_changes_while_it_is_read_is_no_damage(world, then):
+    three_files(world)
+    key = keys.record_key("a")
+
+    class Changing(WrappedObjects):
+        def read(self, read, limit):
+            data, info = super().read(read, limit)
+            if read != key or world.store.objects.head(key).version != first:
+                return data, info
+            if then == "replaced":
+                save(world.store, "a", TWO)
+            elif then == "removed":
+                world.tier.delete([key])
+            return b"what is read amid a change", info
+
+    first = world.tier.head(key).version
+    report = world.gc(Changing(world.tier))
+    assert report.is_blocked == (then == "neither")
+    assert [each.path for each in report.unreadable] == (["a"] if then == "neither" else [])
+
+
 def test_a_damaged_condemned_list_goes_after_a_grace_and_nothing_is_deleted_for_it(world):
     three_files(world)
     delete(world.store, "b")
