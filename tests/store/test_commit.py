@@ -398,6 +398,9 @@ def test_a_save_gives_up_after_so_many_rivals(rivalled):
     objects.rival = rival
     Commits(store).announce("run", document("rank-0"), mark(99))  # its publication fails, the announcement stays
     assert next(rivals) == commit.ATTEMPTS_MAX + 1
+    with pytest.raises(ConflictError):
+        Commits(store).advance("run")
+    assert next(rivals) == 2 * commit.ATTEMPTS_MAX + 2
     objects.rival = None
     assert Commits(store).advance("run") == []
     assert SaveMark.of(stat(store, f"run/{ROOT}").manifest.metadata) == mark(99)
