@@ -401,6 +401,9 @@ def test_a_save_gives_up_after_so_many_rivals(rivalled):
     with pytest.raises(ConflictError):
         Commits(store).advance("run")
     assert next(rivals) == 2 * commit.ATTEMPTS_MAX + 2
+    with pytest.raises(ConflictError):
+        Commits(store).publish(f"run/{ROOT}", document(), mark(98))
+    assert next(rivals) == 3 * commit.ATTEMPTS_MAX + 3
     objects.rival = None
     assert Commits(store).advance("run") == []
     assert SaveMark.of(stat(store, f"run/{ROOT}").manifest.metadata) == mark(99)

@@ -19,7 +19,7 @@ from tierfs.objects.wrappers.verify import as_promised
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
 from tierfs.store.chunks import LOOK_BYTES_MIN
-from tierfs.store.leases import LOOKS_AT_FIRST, LOOKS_EARNED, LOOKS_MAX
+from tierfs.store.leases import LOOKS_AT_FIRST, LOOKS_EARNED, LOOKS_MAX, release_leases
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 
@@ -242,6 +242,12 @@ def test_a_lease_is_released_unless_a_put_may_still_take_effect(store, tier, clo
         save(other, "run/c", CONTENT)
     other.lease_cache.release()
     assert {item.key for item in tier.list(keys.LEASES)} > {lease.key}
+
+
+def test_leases_are_released_when_the_process_ends(store, tier):
+    save(store, "a", CONTENT)
+    release_leases()  # what the interpreter calls then
+    assert not list(tier.list(keys.LEASES))
 
 
 def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
