@@ -409,6 +409,23 @@ def test_a_save_gives_up_after_so_many_rivals(rivalled):
     assert SaveMark.of(stat(store, f"run/{ROOT}").manifest.metadata) == mark(99)
 
 
+def test_saves_that_one_process_began_follow_each_other(rivalled):
+    commits = Commits(rivalled[0])
+    first, other, second = (
+        commits.begin(at(path, ROOT), who * 32)[0] for path, who in zip(("run", "x", "run"), "abc", strict=True)
+    )
+    assert (other.sequence, second.sequence) == (first.sequence, first.sequence + 1)
+    assert second.may_replace(first)
+
+
+def test_a_part_in_a_directory_below_is_not_the_awaited_one(rivalled):
+    store, _ = rivalled
+    put_plain(store, "run/inner/rank-1", mark(0))
+    Commits(store).announce("run", document("rank-0", "rank-1"), mark(1))
+    (waiting,) = Commits(store).advance("run")
+    assert waiting.missing == ("rank-1",)
+
+
 def test_a_wait_lasts_until_the_last_part_is_there(rivalled):
     store, _ = rivalled
     Commits(store).announce("run", document("rank-0", "rank-1"), mark(1))

@@ -287,8 +287,12 @@ def test_knowledge_ends_with_its_lease(store, tier, clock):
     assert cache.is_valid(term)
     clock.sleep(1)
     assert not cache.is_valid(term)
+    assert cache.ensure() != term
+    cache.learn(term, [row])
+    assert cache.find(row.name.digest) is None
     term = cache.ensure()
     cache.learn(term, [row])
+    assert cache.find(row.name.digest) == row
     tier.delete([info.key for info in tier.list(keys.LEASES)])  # as another client does when it has run out
     clock.sleep(31)
     assert cache.ensure() != term
@@ -304,7 +308,10 @@ def test_a_delta_counts_as_its_base_does(store, tier, clock):
     cache.add_listed(term, [delta])
     cache.learn(term, [delta])
     assert cache.find_listed(delta.name.digest) is None
-    clock.sleep(31)
+    clock.sleep(29)  # not yet half of the lease
+    assert cache.ensure() == term
+    assert cache.is_unusable(base)
+    clock.sleep(2)
     tier.delete([keys.condemned_key(1)])
     cache.add_listed(cache.ensure(), [delta])
     assert cache.find_listed(delta.name.digest) == delta

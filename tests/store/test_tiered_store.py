@@ -341,6 +341,7 @@ def test_a_remote_read_is_cached(make_host):
     data = content()
     save_at(there.store, "a", data, Level.OBJECT)
     assert load(here.store, "a") == data
+    assert here.tiers.counters["object_read_bytes"] == BIG
     before = here.tiers.counters["ram_read_bytes"]
     assert load(here.store, "a") == data
     assert here.tiers.counters["ram_read_bytes"] == before + BIG
