@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tierfs.train import TrainState
 
@@ -258,31 +257,12 @@ class TeacherBefore(Teacher):
         pass
 
 
-class Tied(Small):
-    """Two layers with one parameter; and a parameter without optimizer that shares memory with an optimized one."""
-
-    def make(self):
-        net = super().make()
-        net[1].weight = net[0].weight
-        net.register_parameter("view", nn.Parameter(net[0].weight.data, requires_grad=False))
-        return net
-
-
 class FrozenLater(Small):
     note = "other parameters of the optimizers needed a gradient after the step than do now"
 
     def loss(self, step):
         self.net[0].requires_grad_(step < CHANGED_AT)
         return super().loss(step)
-
-
-class Lazy(Small):
-    """Parameters that the first batch makes."""
-
-    def make(self):
-        net = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(), nn.Linear(WIDTH, WIDTH))
-        net(torch.randn(4, WIDTH))
-        return net
 
 
 class Half(Teacher):
@@ -366,26 +346,6 @@ class Ignoring(Small):
         return nn.Sequential(Deaf())
 
 
-class TensorState(Small):
-    """Extra state that is a tensor by itself."""
-
-    def make(self):
-        class Counted(nn.Linear):
-            seen = torch.zeros(1, dtype=torch.uint8)
-
-            def get_extra_state(self):
-                return self.seen
-
-            def set_extra_state(self, state):
-                self.seen = state
-
-        return nn.Sequential(Counted(WIDTH, WIDTH))
-
-    def forward(self, x):
-        self.net[0].seen = self.net[0].seen + 1
-        return super().forward(x) * self.net[0].seen
-
-
 class Hooked(Small):
     """A hook adds a tensor to the state that the module does not have."""
 
@@ -424,16 +384,6 @@ class Options(Small):
         first, second = self.optimizers[0].param_groups
         first["lr"] *= 0.9
         second["betas"] = (0.8, 0.9 + step / 1000)
-
-
-class Moments(Small):
-    """Several optimizers, with moments of several shapes."""
-
-    def make_optimizers(self):
-        return [
-            torch.optim.Adam(self.net[0].parameters(), lr=0.01, amsgrad=True),
-            torch.optim.SGD(self.net[1].parameters(), lr=0.01, momentum=0.9),
-        ]
 
 
 class Accumulated(Small):
@@ -525,16 +475,6 @@ class Loaded(Small):
         return next(self.batches)
 
 
-class Averaged(Small):
-    """An average of the model beside it."""
-
-    def prepare(self):
-        self.extra["average"] = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-
-    def after(self, step):
-        self.extra["average"].update_parameters(self.net)
-
-
 class Beside(Small):
     """Values beside the model: tensors changed in place and replaced, a number and a nested list."""
 
@@ -594,6 +534,6 @@ class CompiledAll(Compiled):
 
 CASES = [
     Small, Teacher, TeacherByData, ReplacedTeacher, OneElement, LargeTeacher, Merged, MergedAndReset, ResetMoments,
-    Resized, Tied, FrozenLater, Lazy, Half, Parametrised, Buffers, ExtraState, Ignoring, TensorState, Hooked, Options, Moments,
-    Accumulated, AccumulatedFirst, ZeroedLate, AccumulatedInOne, Loaded, Averaged, Beside, Grown, Compiled, CompiledAll,
+    Resized, FrozenLater, Half, Parametrised, Buffers, ExtraState, Ignoring, Hooked, Options,
+    Accumulated, AccumulatedFirst, ZeroedLate, AccumulatedInOne, Loaded, Beside, Grown, Compiled, CompiledAll,
 ]  # fmt: skip
