@@ -161,38 +161,12 @@ def test_sealing_releases_the_rest_of_a_slot(segment):
     assert take(segment, segment.data_bytes - PAGE) is not None
 
 
-def test_an_empty_slot_is_a_slot(segment, reader):
-    put(segment, b"a", b"", meta=b"")
-    assert content(reader.find(b"a")) == b""
-    assert reader.meta(reader.find(b"a")) == b""
-
-
 def test_without_a_free_slot_nothing_is_taken(folder):
     segment = make(folder, slots=2)
     slots = [take(segment, 1) for _ in range(3)]
     assert slots[2] is None
     segment.give(slots[0])
     assert take(segment, 1) is not None
-
-
-def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
-    lengths = [4 * PAGE, 2 * PAGE + 1, 10]
-    (run,) = segment.take_runs(SlotKind.CHUNK, [lengths])
-    assert [slot.length for slot in run] == lengths
-    assert [slot.offset - run[0].offset for slot in run] == [0, 4 * PAGE, 7 * PAGE]
-    assert len({slot.serial for slot in run}) == len({slot.index for slot in run}) == 3
-    assert [segment.slot(slot.index) for slot in run] == run
-    too_much = [PAGE, segment.data_bytes - 8 * PAGE]
-    changes = segment.changes
-    assert segment.take_runs(SlotKind.CHUNK, [too_much]) == [None]
-    assert segment.changes == changes
-    refused, taken = segment.take_runs(SlotKind.CHUNK, [too_much, too_much[1:]])
-    assert refused is None
-    assert taken is not None
-    # Each slot is released by itself, and another one fits in its place.
-    assert segment.give(run[1])
-    ((first, *_),) = segment.take_runs(SlotKind.CHUNK, [[PAGE, PAGE, PAGE]])
-    assert first.offset == run[1].offset
 
 
 def test_an_oversized_seal_is_refused(segment):

@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import random
 import uuid
 from dataclasses import replace
 
@@ -170,37 +169,6 @@ def test_usage_of_an_empty_store_is_zero(store):
     assert usages(store, []) == {}
     with pytest.raises(NotFoundError):
         usage(store, "nothing")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_freed_bytes_are_those_that_no_file_needs(store, tier, seed):
-    chance = random.Random(seed)
-    rows = [chunk(store, chance.randrange(70, 120) * KIB) for _ in range(12)]
-    files = {f"run/step_{number % 4}/{number}": chance.choices(rows, k=chance.randrange(1, 4)) for number in range(10)}
-    based = {
-        path: [replace(row, bases=tuple({one.name for one in chance.choices(rows, k=2)} - {row.name})) for row in held]
-        for path, held in files.items()
-    }
-    for path, held in based.items():
-        put(store, path, *held)
-
-    def needed():
-        """Return the bytes of all objects that files need, counted from the manifests and the objects."""
-        held = [path for path in based if path in left]
-        names = {name for path in held for row in based[path] for name in (row.name, *row.bases)}
-        return sum(tier.head(keys.chunk_key(name)).size for name in names) + record_bytes(tier, *held)
-
-    left = set(based)
-    while left:
-        directory = min(left).rpartition("/")[0]
-        told, before = usage(store, directory), needed()
-        assert told.stored_bytes == told.shared_bytes + told.freed_bytes
-        assert usage(store).stored_bytes == before
-        gone = {path for path in left if path.startswith(f"{directory}/")}
-        left -= gone
-        assert before - needed() == told.freed_bytes
-        for path in gone:
-            delete(store, path)
 
 
 # -- bases -------------------------------------------------------------------------------------------------------------
