@@ -4,6 +4,7 @@ import uuid
 from dataclasses import replace
 
 import pytest
+from support.forked import answer_of
 from support.waiting import until
 
 from tierfs.clock import ManualClock
@@ -14,7 +15,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
-from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
+from tierfs.objects import LocalObjects, MeasuredObjects, MemoryObjects, RetryingObjects
 from tierfs.objects.wrappers.verify import as_promised
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
@@ -248,6 +249,14 @@ def test_leases_are_released_when_the_process_ends(store, tier):
     save(store, "a", CONTENT)
     release_leases()  # what the interpreter calls then
     assert not list(tier.list(keys.LEASES))
+
+
+def test_a_forked_child_leaves_its_parents_lease(tmp_path, clock):
+    objects = LocalObjects(tmp_path)
+    store = open_on(objects, clock)
+    save(store, "a", CONTENT)
+    assert answer_of(release_leases) == "None"
+    assert len(list(objects.list(keys.LEASES))) == 1
 
 
 def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
