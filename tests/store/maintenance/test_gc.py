@@ -261,17 +261,19 @@ def test_a_record_that_changes_while_it_is_read_is_no_damage(world, then):
     key = keys.record_key("a")
 
     class Changing(WrappedObjects):
+        answers = 0
+
         def read(self, read, limit):
             data, info = super().read(read, limit)
-            if read != key or world.store.objects.head(key).version != first:
+            if read != key or (self.answers == 2 and then != "neither"):
                 return data, info
-            if then == "replaced":
+            self.answers += 1  # what cannot be decoded is asked for twice
+            if self.answers == 2 and then == "replaced":
                 save(world.store, "a", TWO)
-            elif then == "removed":
+            elif self.answers == 2 and then == "removed":
                 world.tier.delete([key])
             return b"what is read amid a change", info
 
-    first = world.tier.head(key).version
     report = world.gc(Changing(world.tier))
     assert report.is_blocked == (then == "neither")
     assert [each.path for each in report.unreadable] == (["a"] if then == "neither" else [])
