@@ -228,11 +228,11 @@ def overflow(times: list[int]) -> dict[str, dict[int, float]]:
             tierfs.init(url)
             state = {f"layer{number}": torch.randn(factor * (32 << 20) // 32) for number in range(8)}
             size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-            before, begun = _private_bytes(), time.perf_counter()
+            before, begun = _private_bytes(kind="Anonymous"), time.perf_counter()
             writer = TierWriter(f"tierfs::{url}/step", ack="staged")
             dcp.save(state, storage_writer=writer, no_dist=True)
             staged_s[factor] = time.perf_counter() - begun
-            beside[factor] = (_private_bytes() - before) / (1 << 20)
+            beside[factor] = (_private_bytes(kind="Anonymous") - before) / (1 << 20)
             writer.wait("object", timeout=120)
             object_s[factor] = time.perf_counter() - begun
             fs, root = fsspec.url_to_fs(f"tierfs::{url}")
@@ -245,9 +245,9 @@ def overflow(times: list[int]) -> dict[str, dict[int, float]]:
     }
 
 
-def _private_bytes(pid: int | str = "self") -> int:
+def _private_bytes(pid: int | str = "self", *, kind: str = "Private_Dirty") -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
 def flushers(counts: list[int]) -> dict[str, dict[int, float]]:
