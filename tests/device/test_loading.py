@@ -19,7 +19,7 @@ from tierfs.dcp.load.shards import FileRange
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.envelope import by_chunk
-from tierfs.host.cache import reader as local_reader
+from tierfs.host import chunk_sources as local_reader
 from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 MIB = 1 << 20

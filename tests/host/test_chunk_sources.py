@@ -11,7 +11,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import DigestKind, digests_of
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.cache.reader import ChunkSources
+from tierfs.host.chunk_sources import ChunkSources
 from tierfs.host.host import Host
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.host.slab.ram import RamTier

@@ -14,7 +14,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotYetError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.cache.reader import read_blocks
+from tierfs.host.chunk_sources import read_blocks
 from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier

@@ -27,7 +27,7 @@ from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.staging import ensure_chunks_durable
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
 
 _logger = logging.getLogger("tierfs.store")
 

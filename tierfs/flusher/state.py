@@ -18,7 +18,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format.manifest import Manifest
-from tierfs.host.cache.reader import ChunkSources, slot_at
+from tierfs.host.chunk_sources import ChunkSources, slot_at
 from tierfs.host.events import Faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level

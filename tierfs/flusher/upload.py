@@ -15,7 +15,7 @@ from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.cache.reader import ChunkSources, slot_at
+from tierfs.host.chunk_sources import ChunkSources, slot_at
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.table import SlotState
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, StoreError, TierfsError
-from tierfs.host.cache.cache import ChunkCache
-from tierfs.host.cache.reader import ChunkReader
+from tierfs.host.chunk_cache import ChunkCache
+from tierfs.host.chunk_sources import ChunkReader
 from tierfs.host.events import Counters, no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level

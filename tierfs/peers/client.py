@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import ssl
 
     from tierfs.format.lease import PeerRecord
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
 
 STREAMS = 4
 DIAL_S = 5.0

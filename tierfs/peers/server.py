@@ -21,7 +21,7 @@ from tierfs.format.envelope import Envelope, block_count
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import peer_id
 from tierfs.format.manifest import Row
-from tierfs.host.cache.reader import check_block, envelope_of
+from tierfs.host.chunk_sources import check_block, envelope_of
 from tierfs.host.pending.record import local_name
 from tierfs.peers.members import Members
 from tierfs.peers.room import PeerRoom
@@ -30,7 +30,7 @@ from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
 
 CONNECTIONS_MAX = 256
 CHUNKS_MAX = 3

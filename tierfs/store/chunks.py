@@ -39,7 +39,7 @@ from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspec
 from tierfs.store.store import Store
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
 
 
 LOOK_BYTES_MIN = 1 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from tierfs.clock import SystemClock, boot_id
 from tierfs.errors import CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.format.keys import is_at_or_below
-from tierfs.host.cache.reader import slot_at
+from tierfs.host.chunk_sources import slot_at
 from tierfs.host.events import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.batch import StoredDraft

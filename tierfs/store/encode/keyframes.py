@@ -43,7 +43,7 @@ from tierfs.store.tree.records import observe
 from tierfs.threads import transfers
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
 
 KEYFRAME_SAVES = 10
 # The age of a keyframe that is only known from a chunk encoded against it.

@@ -21,7 +21,7 @@ from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, observe_published, observe_to_replace, publish
 
 if TYPE_CHECKING:
-    from tierfs.host.cache.reader import ChunkSources
+    from tierfs.host.chunk_sources import ChunkSources
     from tierfs.host.tiers import Tiers
 
 

@@ -11,7 +11,7 @@ from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, TierfsError
 from tierfs.format.envelope import WHOLE_SHARE, Part, block_runs
-from tierfs.host.cache.reader import ChunkReader
+from tierfs.host.chunk_sources import ChunkReader
 from tierfs.host.events import Counters
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.rpc.client import FlusherClient

@@ -1,1 +1,0 @@
-"""Clean copies of chunks in the local tiers: read, kept, dropped."""
