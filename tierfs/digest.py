@@ -76,9 +76,14 @@ def combine(kind: DigestKind, length: int, parts: Iterable[bytes]) -> bytes:
 
 def digests_of(kind: DigestKind, raw: Buffer) -> tuple[list[bytes], bytes]:
     """Return the digests of a chunk's blocks, in order, and the digest of the chunk."""
+    blocks = hash_blocks(kind, raw)
+    return blocks, combine(kind, len(memoryview(raw)), blocks)
+
+
+def hash_blocks(kind: DigestKind, raw: Buffer) -> list[bytes]:
+    """Return the digests of consecutive blocks, in order."""
     view = memoryview(raw)
-    blocks = [hash_bytes(kind, view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
-    return blocks, combine(kind, len(view), blocks)
+    return [hash_bytes(kind, view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
 
 
 def checksum(*pieces: Buffer) -> bytes:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp
 
 import tierfs
+from tierfs import digest
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.load.gpu_chunks import GpuChunks, Uploads
@@ -19,7 +20,7 @@ from tierfs.dcp.load.shards import FileRange
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.envelope import by_chunk
-from tierfs.host import chunk_sources as local_reader
+from tierfs.host import chunk_sources
 from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 MIB = 1 << 20
@@ -68,13 +69,13 @@ def is_same(found, wanted):
 @pytest.fixture
 def on_host(monkeypatch):
     """The lengths of the blocks that the host verified."""
-    lengths, check = [], local_reader.check_block
+    lengths, hashed = [], digest.hash_bytes
 
-    def counted(envelope, index, block, tier):
-        lengths.append(len(block))
-        check(envelope, index, block, tier)
+    def counted(kind, data):
+        lengths.append(len(data))
+        return hashed(kind, data)
 
-    monkeypatch.setattr(local_reader, "check_block", counted)
+    monkeypatch.setattr(digest, "hash_bytes", counted)
     return lengths
 
 
@@ -153,7 +154,7 @@ def test_a_chunk_evicted_during_its_copy_is_no_damage(fake, url, monkeypatch, ca
             source = np.zeros_like(source)  # the next owner's bytes
         copy(target, source)
 
-    monkeypatch.setattr(local_reader.np, "copyto", evict_first)
+    monkeypatch.setattr(chunk_sources.np, "copyto", evict_first)
     found = zeros(fake, wanted)
     load(fake, url, found)
     assert copied

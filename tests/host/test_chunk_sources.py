@@ -11,7 +11,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import DigestKind, digests_of
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.chunk_sources import ChunkSources
+from tierfs.host.chunk_sources import ChunkSources, FileChunks, RamChunks
 from tierfs.host.host import Host
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.host.slab.ram import RamTier
@@ -48,6 +48,14 @@ def nvme(raw):
     return SimpleNamespace(read=read)
 
 
+def sources_of(ram, first, counters=None, files=None):
+    """Return the copies of chunks as a flusher sees them."""
+    counters = Counter() if counters is None else counters
+    tiers = [RamChunks(ram, counters, "bad", slots=first, is_mapped=False)]
+    tiers += [] if files is None else [FileChunks(files, lambda *_: None, counters, "bad")]
+    return ChunkSources(KIND, tiers)
+
+
 def other(at):
     """Return the bytes of the chunk with one that is wrong."""
     return RAW[:at] + bytes([RAW[at] ^ 1]) + RAW[at + 1 :]
@@ -65,24 +73,24 @@ def test_the_first_sound_copy_is_read(ram, at, slots, on_nvme, bad):
     for slot in put_slots[:1]:
         slot.segment.hide(slot)  # so that only the draft leads to it
     counters = Counter()
-    sources = ChunkSources(KIND, ram, None if on_nvme is None else nvme(copies[-1]), first, counters)
+    sources = sources_of(ram, first, counters, None if on_nvme is None else nvme(copies[-1]))
     out = memoryview(bytearray(len(RAW)))
     is_there = RAW in copies
     assert sources.read_whole(ROW, out) == (BLOCKS if is_there else None)
     assert not is_there or out == RAW
-    assert counters["bad_local_copies"] == bad
+    assert counters["bad"] == bad
 
 
 def test_a_part_is_read_unverified(ram):
     slot = put(ram, other(7))
     out = memoryview(bytearray(10))
-    assert ChunkSources(KIND, ram, None, {DIGEST: SlotRef.of(slot)}, Counter()).read(ROW, 5, out)
+    assert sources_of(ram, {DIGEST: SlotRef.of(slot)}).peek(ROW, 5, out)
     assert out == other(7)[5:15]
 
 
 def test_a_reused_or_removed_slot_is_no_copy(ram):
     slot = put(ram, RAW)
-    sources = ChunkSources(KIND, ram, None, {DIGEST: SlotRef.of(slot)}, Counter())
+    sources = sources_of(ram, {DIGEST: SlotRef.of(slot)})
     slot.segment.give(slot)
     assert sources.read_whole(ROW, memoryview(bytearray(len(RAW)))) is None
-    assert not sources.read(ROW, 0, memoryview(bytearray(5)))
+    assert not sources.peek(ROW, 0, memoryview(bytearray(5)))

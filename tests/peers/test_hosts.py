@@ -373,7 +373,7 @@ def test_a_damaged_held_copy_is_set_aside_and_another_one_is_read(hosts):
         stream.write(b"damage")
     fs, root = holders[0].open()  # asks itself first
     assert fs.cat_file(f"{root}/run/x") == contents["x"]
-    assert "damaged and not used" in holders[0].log()
+    assert "a damaged copy is quarantined" in holders[0].log()
     until(lambda: owner.status()["peers"]["hosts"] and sent_again(owner), WAIT_S)
 
 

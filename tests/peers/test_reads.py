@@ -14,6 +14,7 @@ from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import PeerRecord
 from tierfs.format.manifest import Manifest, Row
+from tierfs.host.chunk_sources import ChunkSources
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft, ObservedBase, local_name
 from tierfs.peers.members import MEMBERS_FILE
@@ -77,9 +78,9 @@ def world(tmp_path):
     holder.listener.close()
 
 
-def read(reader):
+def read(reader, counters=None):
     out = memoryview(bytearray(len(DATA)))
-    digests = reader.read(NAME, ROW, [(0, out)])
+    digests = ChunkSources(KIND, [reader], counters).read_whole(ROW, out)
     return None if digests is None else (digests, bytes(out))
 
 
@@ -88,7 +89,7 @@ def test_held_changes_are_read(world):
     assert [draft.encode() for draft in reader.drafts("run/x")] == [DRAFT]
     assert list(reader.paths_below("run")) == ["run/x"]
     assert list(reader.drafts("run")) == []
-    assert read(reader) == (BLOCKS, DATA)
+    assert read(reader, counters) == (BLOCKS, DATA)
     assert counters["peer_read_bytes"] == len(DATA)
 
 
@@ -111,7 +112,7 @@ def test_no_wrong_byte_of_a_holder_is_used(world, answer):
     holder, reader, counters = world
     holder.read = answer
     assert reader.drafts("run/x")
-    assert read(reader) is None
+    assert read(reader, counters) is None
     assert not counters["peer_read_bytes"]
 
 
@@ -139,7 +140,7 @@ def test_a_holder_that_hangs_rests(world):
     assert reader.drafts("run/x")
     holder.hangs.set()
     assert reader.silent(NAME) == ""
-    assert read(reader) is None
+    assert read(reader, counters) is None
     assert "holder at 127.0.0.1" in reader.silent(NAME)
     holder.hangs.clear()
     assert read(reader) == (BLOCKS, DATA)  # although it rests, because nothing else has the chunk

@@ -100,8 +100,8 @@ class Flushing:
         )
         self.publisher = StorePublisher(lambda: self.store)
 
-    def read(self, row, start, out):
-        """Read as `ChunkSources.read`: this object serves as the sources of its publisher."""
+    def peek(self, row, start, out):
+        """Read as `ChunkSources.peek`: this object serves as the sources of its publisher."""
         self.reads += 1
         raw = self.local.get(row.name.digest)
         if raw is not None:
@@ -109,7 +109,7 @@ class Flushing:
         return raw is not None
 
     def read_whole(self, row, out):
-        if not self.read(row, 0, out):
+        if not self.peek(row, 0, out):
             return None
         digests, name = digest.digests_of(XXH3, out)
         return digests if name == row.name.digest else None

@@ -162,7 +162,7 @@ class Link(WrappedObjects):
 def forget(tiers):
     """Close everything that the tiers have open, and drop their memory."""
     tiers.cache.close()
-    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
+    for part in (tiers.cache, tiers.drafts, tiers.sources.tier("ram"), tiers.writer):
         part._ram = None
     tiers.drafts._by_path._ram = None
     tiers.ram = None

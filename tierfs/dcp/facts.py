@@ -128,7 +128,7 @@ def read_metadata(store: Store, path: str) -> tuple[Entry, bytes]:
     except NotFoundError:
         # A save of several hosts is announced. If other hosts hold the files that it waits for, it can be read.
         directory, _, name = path.rpartition("/")
-        has_peers = store.tiers is not None and store.tiers.peers is not None
+        has_peers = store.tiers is not None and store.tiers.remote is not None
         found = AnnouncedSaves(store).readable(directory) if has_peers and name == ROOT else None
         if found is None:
             raise

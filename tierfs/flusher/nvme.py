@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tierfs.buffers import buffers
-from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
+from tierfs.errors import CapacityError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotYetError
-from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.chunk_sources import read_blocks
+from tierfs.host.chunk_sources import ChunkRequest, FileChunks, check_copies
 from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
@@ -222,13 +221,13 @@ class NvmePersister:
         rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
         for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
             chunk = None if reference is None else self._state.chunk(reference)
-            if chunk is None and not nvme.has(name):
+            if chunk is None and not nvme.holds(name):
                 chunk = self._state.ram.find(name)
             if chunk is not None:
                 found[name] = chunk
             elif row.stored_length or self._is_published(row):
                 others.append(name)
-            elif not nvme.has(name):
+            elif not nvme.holds(name):
                 lost = CorruptionError(
                     f"{draft.path}: one of its chunks is in no local tier", path=draft.path, tier="ram"
                 )
@@ -298,30 +297,20 @@ class NvmePersister:
 
         If the ram tier has a sound copy, write it to the nvme tier.
         """
-        nvme = self._state.nvme
+        nvme, wanted = self._state.nvme, ChunkRequest(name, raw_length)
+        if nvme is None:
+            return
+        tier = FileChunks(nvme, nvme.quarantine, Counter())  # the reader has counted it
         with self._looking_after:
-            if nvme is None or self._is_sound(nvme, name, raw_length):
+            if not check_copies(tier, wanted):
                 return
-            _logger.error("a chunk in the nvme tier is damaged and quarantined: %s", name.hex())
-            nvme.quarantine(name)
             slot = self._state.ram.find(name)
             if slot is None:
                 return
             self._copy(nvme, slot, keep=False)
-            if not self._is_sound(nvme, name, raw_length):
-                nvme.quarantine(name)
-            elif nvme.has(name):  # else the slot was reused during the copy
+            if not check_copies(tier, wanted) and nvme.holds(name):  # else the slot was reused during the copy
                 nvme.commit([])
                 self._state.counters["nvme_repaired"] += 1
-
-    def _is_sound(self, nvme: NvmeTier, name: bytes, raw_length: int) -> bool:
-        """Return whether a chunk's bytes match the digests in its metadata. True if the tier does not have the chunk."""
-        with buffers().lend(raw_length) as raw:
-            try:
-                read_blocks(nvme.read, name, raw_length, range(block_count(raw_length)), raw)
-            except (CorruptionError, FormatError):
-                return False
-            return True
 
 
 def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:

@@ -237,7 +237,7 @@ class Peering:
             TierfsError: It cannot be read.
         """
         with self._brought.single_flight(name), self._bringing, buffers().lend(row.raw_length) as out:
-            if any(tier.has(name) for tier in self.room.tiers):
+            if any(tier.holds(name) for tier in self.room.tiers):
                 return
             store = self._state.access.call(lambda publisher: publisher.store())
             fetch(store, row, [(0, out)], store.url)

@@ -18,7 +18,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format.manifest import Manifest
-from tierfs.host.chunk_sources import ChunkSources, slot_at
+from tierfs.host.chunk_sources import ChunkSources, ChunkTier, FileChunks, RamChunks, slot_at
 from tierfs.host.events import Faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -156,9 +156,14 @@ class FlushState:
         return [slot for slot in map(self.chunk, references) if slot is not None]
 
     def sources(self, kind: DigestKind, slots: Mapping[bytes, SlotRef | None]) -> ChunkSources:
-        """Return the copies of chunks on this host: see `ChunkSources` for the arguments."""
-        others = () if self.room is None else self.room.tiers
-        return ChunkSources(kind, self.ram, self.nvme, slots, self.counters, others)
+        """Return the copies of chunks on this host: first those in ``slots``, by the digest of their chunk."""
+        bad = "bad_local_copies"
+        tiers: list[ChunkTier] = [RamChunks(self.ram, self.counters, bad, slots=slots, is_mapped=False)]
+        if self.nvme is not None:
+            tiers.append(FileChunks(self.nvme, self.nvme.quarantine, self.counters, bad))
+        rooms = [] if self.room is None else self.room.tiers
+        tiers += [FileChunks(room, room.quarantine, self.counters, bad, name="room") for room in rooms]
+        return ChunkSources(kind, tiers)
 
     def sources_of(self, draft: Draft) -> ChunkSources:
         """Return the copies of a draft's chunks, and of others, on this host."""

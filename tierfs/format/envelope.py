@@ -6,7 +6,7 @@ FORMAT.md, "Chunk envelope".
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -240,9 +240,9 @@ def by_chunk(parts: Iterable[tuple[int, Any]], starts: Sequence[int]) -> dict[in
     return found
 
 
-def block_runs(parts: Iterable[Part]) -> list[range]:
-    """Return the blocks that parts of a chunk lie in, without duplicates, in order. Adjacent blocks form one range."""
-    return runs_of(sorted({index for part in parts for index in _blocks(part)}))
+def count_blocks(parts: Iterable[Part]) -> int:
+    """Return the number of blocks that parts of a chunk lie in."""
+    return len({index for part in parts for index in _blocks(part)})
 
 
 def runs_of(numbers: Iterable[int]) -> list[range]:
@@ -279,34 +279,50 @@ class BlockTargets:
             for index in _blocks(part):
                 self._takers.setdefault(index, []).append(part)
         self.blocks = sorted(self._takers)
-        self._views: dict[int, memoryview] = {}
+        self._places: dict[int, tuple[memoryview, int, int]] = {}  # memory, and where in it the block begins and ends
         beside: dict[int, int] = {}
         for index in self.blocks:
             begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, raw_length)
             takers = self._takers[index]
             for number, (start, out) in enumerate(takers):
                 if start <= begin and end <= start + len(out):
-                    self._views[index] = out[begin - start : end - start]
+                    self._places[index] = out, begin - start, end - start
                     del takers[number]
                     break
             else:
                 beside[index] = end - begin
         if beside:
-            memory = lend(sum(beside.values()))
+            memory, at = lend(sum(beside.values())), 0
             for index, length in beside.items():
-                self._views[index], memory = memory[:length], memory[length:]
+                self._places[index] = memory, at, at + length
+                at += length
 
     def __contains__(self, index: object) -> bool:
-        return index in self._views
+        return index in self._places
 
     def view(self, index: int) -> memoryview:
         """Return the memory for block ``index``, exactly its length."""
-        return self._views[index]
+        memory, begin, end = self._places[index]
+        return memory[begin:end]
+
+    def pieces(self, blocks_max: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield memory of adjacent blocks, at most so many, with the index of the first one: all that are needed."""
+        number = 0
+        while number < len(self.blocks):
+            first, count = self.blocks[number], 1
+            memory, begin, end = self._places[first]
+            while count < blocks_max:
+                following = self._places.get(first + count)
+                if following is None or following[0] is not memory or following[1] != end:
+                    break
+                end, count = following[2], count + 1
+            yield first, memory[begin:end]
+            number += count
 
     def finish(self) -> None:
         """Copy each block to the other parts that want some or all of it."""
         for index, takers in self._takers.items():
-            begin, block = index * BLOCK_BYTES, self._views[index]
+            begin, block = index * BLOCK_BYTES, self.view(index)
             end = begin + len(block)
             for start, out in takers:
                 low, high = max(begin, start), min(end, start + len(out))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, TierfsError
-from tierfs.format.envelope import WHOLE_SHARE, Part, block_runs
-from tierfs.host.chunk_sources import ChunkReader
+from tierfs.format.envelope import WHOLE_SHARE, Part, count_blocks
+from tierfs.host.chunk_sources import ChunkRequest, ChunkSources
 from tierfs.host.events import Counters
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.rpc.client import FlusherClient
@@ -39,7 +39,7 @@ class ChunkCache:
     def __init__(
         self,
         ram: RamTier,
-        reader: ChunkReader,
+        sources: ChunkSources,
         writer: SlabWriter,
         flusher: FlusherClient,
         counters: Counters,
@@ -52,7 +52,7 @@ class ChunkCache:
         self.keeps_reads = keeps_reads
         self.shares_reads = shares_reads
         self._ram = ram
-        self._reader = reader
+        self._sources = sources
         self._writer = writer
         self._flusher = flusher
         self._counters = counters
@@ -71,30 +71,32 @@ class ChunkCache:
         flight: bytes | None = None,
         share: float = WHOLE_SHARE,
     ) -> None:
-        """Copy verified bytes of a chunk into ``parts``, from the object tier if no local tier has a good copy.
+        """Fill ``parts`` with verified bytes of a chunk that no tier of this host has a good copy of.
 
         If ``share`` or more of the chunk is wanted, all of it is fetched and kept, once for all threads and processes
         of the host that want it meanwhile. If that finds damage, only the wanted parts are fetched, and not kept.
 
         Args:
-            name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
+            name: Local name of the chunk.
+            raw_length: Its bytes.
+            parts: The wanted parts.
             fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks that it
                 touched, or nothing if there are none. Its errors are passed on. It may read other chunks through the
                 cache, as long as these never lead back to this ``flight``.
             flight: Name of the fetch among concurrent readers; by default ``name``.
             share: Smallest wanted fraction of the chunk for which all of it is fetched.
         """
-        if self._reader.read(name, raw_length, parts) is not None:
-            return
         least = (raw_length - BLOCK_BYTES) * share
         # Several parts count with the whole blocks that are fetched for them.
-        wanted = len(parts[0][1]) if len(parts) == 1 else sum(map(len, block_runs(parts))) * BLOCK_BYTES
+        wanted = len(parts[0][1]) if len(parts) == 1 else count_blocks(parts) * BLOCK_BYTES
         if not self.keeps_reads or wanted < least:
             fetch(parts)
             return
         with self._fetching.single_flight(flight or name):
             # Another thread or process may have fetched it since the first look, even if the lock was free.
-            if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, parts) is not None:
+            if self._sources.holds(name, "ram") and self._sources.read(
+                ChunkRequest(name, raw_length), parts, is_here=True
+            ):
                 return
             if len(parts) == 1 and len(parts[0][1]) == raw_length:
                 self.insert(name, parts[0][1], fetch(parts))

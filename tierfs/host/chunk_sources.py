@@ -1,8 +1,10 @@
-"""Reads chunks from the host's local tiers: the nearest copy whose bytes pass verification.
+"""Copies of a chunk, from near to far: who may have one, and how the first sound one is read.
 
-Readers pin nothing. A slot or extent may be reused for another chunk while a thread reads it. The digests of the blocks
-detect this, like a flipped bit. `ChunkReader` then looks the chunk up once more, and after that goes to the next tier.
-`ChunkSources` finds copies for the flusher: in a draft's slots, in any slot, in the nvme tier.
+`ChunkTier` is all that a tier does for readers: it finds copies of a chunk, copies bytes of one, and puts a damaged one
+aside. `ChunkSources` is the list of a store's tiers in the order in which every read, fetch, repair and scrub asks them.
+
+Readers pin nothing. A slot or file may be reused for another chunk while a thread reads it. The digests of the blocks
+detect this, like a flipped bit. A copy that is damaged is read once more, and after that the next one is read.
 """
 
 from __future__ import annotations
@@ -11,286 +13,395 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.digest import BLOCK_BYTES, DigestKind
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
-from tierfs.format import keys
-from tierfs.format.envelope import BlockTargets, Envelope, Part, block_runs
-from tierfs.host.events import Counters
-from tierfs.host.nvme.reader import NvmeReader
+from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, DigestKind
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format.envelope import BlockTargets, Envelope, Part, block_count
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 if TYPE_CHECKING:
     from tierfs.format.manifest import Row
+    from tierfs.host.nvme.reader import NvmeReader
     from tierfs.host.nvme.tier import NvmeTier
     from tierfs.host.slab.segment import Slot
 
-QUARANTINE_S = 10.0
+_KINDS = {int(kind): kind for kind in DigestKind}
 _logger = logging.getLogger("tierfs.flush")
 
 
-class ChunkReader:
-    """Reads and verifies chunks of one store. Thread-safe. Reports damaged copies in the nvme tier to the flusher."""
+class ChunkRequest(NamedTuple):
+    """The chunk that a reader wants.
 
-    def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: FlusherClient, counters: Counters) -> None:
-        self._ram = ram
-        self._nvme = nvme
-        self._flusher = flusher
+    Attributes:
+        name: Its local name.
+        length: Its bytes.
+        row: Its row, if it is known; a piece of a file that tierfs did not write has none.
+        is_whole: Whether all of its bytes are wanted.
+    """
+
+    name: bytes
+    length: int
+    row: Row | None = None
+    is_whole: bool = True
+
+
+class BlockTable(NamedTuple):
+    """The kind of a chunk's digests, and the digest of each block."""
+
+    kind: DigestKind
+    digests: Sequence[bytes]
+
+
+class ChunkCopy(Protocol):
+    """One copy of a chunk that a tier has found. It may vanish at any time, and its bytes are not verified."""
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the chunk's bytes from ``start`` on.
+
+        Raises:
+            NotFoundError: The copy is gone.
+            CorruptionError: It is damaged: it has less than these bytes, or does not say whose bytes it has.
+            StoreError: It cannot be read now.
+        """
+
+    def table(self) -> BlockTable:
+        """Return the digests that the chunk's blocks should have. Call it after `read`.
+
+        Raises:
+            NotFoundError: The bytes that were read may be those of another chunk, which took the copy's place.
+            CorruptionError, FormatError: The copy's metadata is damaged, or of another version.
+        """
+
+    def quarantine(self, error: Exception) -> None:
+        """Count and log a damaged copy, and keep it from being found again. Does nothing if it is gone."""
+
+
+class ChunkTier(Protocol):
+    """A place that may have copies of chunks. Thread-safe.
+
+    Attributes:
+        name: Its name in counters and reports: ``"ram"``, ``"nvme"`` or ``"peer"``.
+        is_here: Whether it is on this host.
+        blocks_at_once: The most blocks for one `ChunkCopy.read`, so that their digests are computed in the CPU's caches,
+            or that a request is worth its cost.
+    """
+
+    name: str
+    is_here: bool
+    blocks_at_once: int
+
+    def copies(self, wanted: ChunkRequest) -> Iterator[ChunkCopy]:
+        """Yield the tier's copies of a chunk, the preferred one first. It looks again when a copy was of no use."""
+
+    def holds(self, name: bytes) -> bool:
+        """Return whether the tier seems to have a chunk. This may count as a use of it."""
+
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Yield names and lengths of the chunks that the tier seems to have, sorted by name."""
+
+
+class ServedRead(NamedTuple):
+    """The tier that served a read, and the digests of the blocks that were read."""
+
+    tier: str
+    digests: list[bytes]
+
+
+class ChunkSources:
+    """The tiers that may have copies of one store's chunks. Thread-safe.
+
+    Args:
+        kind: The kind of the chunks' digests.
+        tiers: From near to far.
+        counters: Counts the bytes that each tier serves, as ``ram_read_bytes``; None to count nothing.
+    """
+
+    def __init__(self, kind: DigestKind, tiers: Sequence[ChunkTier], counters: Counter[str] | None = None) -> None:
+        self.tiers = list(tiers)
+        self._kind = kind
         self._counters = counters
 
-    def read(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
-        """Copy verified bytes of a chunk into ``parts``, from the nearest local tier that has them.
+    def read(self, wanted: ChunkRequest, parts: Sequence[Part], *, is_here: bool | None = None) -> ServedRead | None:
+        """Copy verified bytes of a chunk into ``parts``, from the nearest tier that has them.
 
         Args:
-            raw_length: Bytes of the whole chunk.
+            wanted: The chunk.
             parts: The wanted parts. The content of their memory is undefined if no tier has them.
+            is_here: Ask only the tiers of this host, or only the others; None asks all.
 
-        Returns:
-            The tier, ``"ram"`` or ``"nvme"``; None if neither has a good copy.
+        Raises:
+            StoreError: A tier cannot be read now.
         """
-        for tier in ("ram", "nvme"):
-            if self._read(tier, name, raw_length, parts) == "":
-                self._counters[f"{tier}_read_bytes"] += sum(len(out) for _, out in parts)
-                return tier
+        wanted = wanted._replace(is_whole=len(parts) == 1 and len(parts[0][1]) == wanted.length)
+        for tier in self.tiers:
+            digests = _read(tier, wanted, parts)[0] if is_here in {None, tier.is_here} else None
+            if digests is not None:
+                self._count(tier, sum(len(out) for _, out in parts))
+                return ServedRead(tier.name, digests)
         return None
 
-    def copy(self, name: bytes, raw_length: int, out: memoryview) -> list[bytes] | None:
-        """Copy a whole chunk from the nearest local tier, for a caller that verifies it itself.
+    def read_whole(self, row: Row, out: memoryview) -> list[bytes] | None:
+        """Copy a whole chunk into memory of its length. Raises as `read` does.
 
-        Args:
-            raw_length: Bytes of the whole chunk.
-            out: Memory of this length.
+        Returns:
+            The digests of its blocks; ``None`` if no tier has a sound copy. ``out`` is undefined then.
+        """
+        found = self.read(self._wanted(row), [(0, out)])
+        return None if found is None else found.digests
+
+    def peek(self, row: Row, start: int, out: memoryview) -> bool:
+        """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
+        for tier in self.tiers:
+            for copy in tier.copies(self._wanted(row)):
+                with contextlib.suppress(CorruptionError, NotFoundError):  # `read` reports damage
+                    copy.read(start, out)
+                    return True
+        return False
+
+    def copy(self, wanted: ChunkRequest, out: memoryview) -> Sequence[bytes] | None:
+        """Copy a whole chunk from the nearest tier of this host, for a caller that verifies it itself.
 
         Returns:
             The digests that its blocks should have; None if no tier has a copy with sound metadata.
         """
-        for tier, attempt in (("ram", self._copy_ram), ("nvme", lambda name, out: self._nvme.read(name, 0, out))):
-            with contextlib.suppress(CorruptionError, FormatError, NotFoundError):  # `read` reports them
-                meta = attempt(name, out)
-                if meta is not None:
-                    envelope = envelope_of(name, raw_length, meta, tier)
-                    self._counters[f"{tier}_read_bytes"] += raw_length
-                    return [block.digest for block in envelope.blocks]
-        return None
-
-    def check_copy(self, tier: str, name: bytes, raw_length: int) -> str | None:
-        """Read the whole copy of a chunk in ``"ram"`` or ``"nvme"``, and quarantine it if it is damaged.
-
-        Returns:
-            The error message; "" if the copy is intact, None if there is no copy any more.
-        """
-        with buffers().lend(raw_length) as out:
-            return self._read(tier, name, raw_length, [(0, out)])
-
-    def _read(self, tier: str, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
-        """Read from one tier. Return as `check_copy`."""
-        attempt = self._read_ram if tier == "ram" else self._read_nvme
-        for last in (False, True):  # the first time, the slot or extent may have been reused
-            try:
-                return "" if attempt(name, raw_length, parts) else None
-            except NotFoundError:  # noqa: PERF203 - twice at most
-                continue  # its slot was used anew, or its segment was closed, while it was being read
-            except (CorruptionError, FormatError) as error:
-                if last:
-                    self._quarantine(tier, name, raw_length, error)
-                    return str(error)
+        for tier in filter(lambda each: each.is_here, self.tiers):
+            for copy in tier.copies(wanted):
+                with contextlib.suppress(CorruptionError, FormatError, NotFoundError):  # `read` reports damage
+                    copy.read(0, out)
+                    digests = copy.table().digests
+                    self._count(tier, wanted.length)
+                    return digests
         return None
 
     def holds(self, name: bytes, tier: str) -> bool:
-        """Return whether ``"ram"`` or ``"nvme"`` seems to have a chunk. In the ram tier this counts as a use."""
-        if tier == "nvme":
-            return self._nvme.holds(name)
-        slot = self._ram.find(name)
-        if slot is not None:
-            slot.segment.touch(slot)
-        return slot is not None
+        """Return whether a tier seems to have a chunk: see `ChunkTier.holds`."""
+        return self.tier(tier).holds(name)
 
-    def _read_ram(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
-        slot = self._ram.find(name)
-        if slot is None:
-            return False
-        meta = slot.segment.meta(slot)
-        if not slot.segment.is_still(slot):
-            raise NotFoundError(f"{slot.segment} no longer has this chunk")
-        envelope = envelope_of(name, raw_length, meta, "ram")
-        source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
-        with contextlib.ExitStack() as lent:
-            targets = BlockTargets(raw_length, parts, lambda length: lent.enter_context(buffers().lend(length)))
-            for index in targets.blocks:
-                block = targets.view(index)
-                # Copy through the mapping: the system call takes twice as long.
-                np.copyto(np.frombuffer(block, dtype=np.uint8), source[index * BLOCK_BYTES :][: len(block)])
-                check_block(envelope, index, block, "ram")
-            targets.finish()
-        slot.segment.touch(slot)
-        return True
+    def tier(self, name: str) -> ChunkTier:
+        return next(tier for tier in self.tiers if tier.name == name)
 
-    def _copy_ram(self, name: bytes, out: memoryview) -> bytes | None:
-        slot = self._ram.find(name)
-        if slot is None or slot.length != len(out):
-            return None
-        meta = slot.segment.meta(slot)
-        np.copyto(np.frombuffer(out, dtype=np.uint8), np.frombuffer(slot.segment.view(slot), dtype=np.uint8))
-        if not slot.segment.is_still(slot):
-            return None
-        slot.segment.touch(slot)
-        return meta
+    def _wanted(self, row: Row) -> ChunkRequest:
+        return ChunkRequest(local_name(self._kind, row.name.digest), row.raw_length, row)
 
-    def _read_nvme(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
-        runs = block_runs(parts)
-        first, end = runs[0].start * BLOCK_BYTES, min(runs[-1].stop * BLOCK_BYTES, raw_length)
-        if len(parts) == 1 and parts[0][0] == first and len(parts[0][1]) == end - first:
-            return read_blocks(self._nvme.read, name, raw_length, runs[0], parts[0][1])
-        with buffers().lend(end - first) as whole:
-            for run in runs:
-                begin = run.start * BLOCK_BYTES - first
-                out = whole[begin : begin + len(run) * BLOCK_BYTES]
-                if not read_blocks(self._nvme.read, name, raw_length, run, out):
-                    return False
-            for start, out in parts:
-                out[:] = whole[start - first : start - first + len(out)]
-        return True
+    def _count(self, tier: ChunkTier, length: int) -> None:
+        if self._counters is not None:
+            self._counters[f"{tier.name}_read_bytes"] += length
 
-    def _quarantine(self, tier: str, name: bytes, raw_length: int, error: Exception) -> None:
-        self._counters[f"{tier}_quarantined"] += 1
-        _logger.error("a damaged copy is quarantined, and the next tier is read: %s", error)
-        if tier == "ram":
-            slot = self._ram.find(name)
-            if slot is not None:
-                slot.segment.hide(slot)
-        elif self._flusher.is_running():
+
+def check_copies(tier: ChunkTier, wanted: ChunkRequest) -> str | None:
+    """Read a tier's copies of a chunk up to the first sound one, and quarantine those that are damaged.
+
+    Returns:
+        The last error message; "" if the first copy is sound, None if there is no copy any more.
+    """
+    with buffers().lend(wanted.length) as out:
+        digests, problem = _read(tier, wanted, [(0, out)])
+    return problem or (None if digests is None else "")
+
+
+def _read(tier: ChunkTier, wanted: ChunkRequest, parts: Sequence[Part]) -> tuple[list[bytes] | None, str | None]:
+    """Read from one tier. Return the digests, if a copy is sound, and the last problem of a copy before it."""
+    problem = None
+    for copy in tier.copies(wanted):
+        for is_last in (False, True):
             try:
-                self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length}, timeout_s=QUARANTINE_S)
-            except (TierfsError, TimeoutError) as failure:
-                self._counters.fall_back("kept_damage", "the flusher was not told of a damaged copy: %s", failure)
+                return _fill(tier, copy, wanted, parts), problem
+            except NotFoundError:  # noqa: PERF203 - twice at most
+                break
+            except (CorruptionError, FormatError) as error:
+                if is_last:
+                    copy.quarantine(error)
+                    problem = str(error)
+    return None, problem
 
 
-def read_blocks(
-    read: Callable[[bytes, int, memoryview], bytes | None], name: bytes, raw_length: int, blocks: range, out: memoryview
-) -> bool:
-    """Read and verify blocks of a chunk in the nvme tier. Return whether the tier has the chunk.
-
-    Args:
-        read: `NvmeReader.read` or `NvmeTier.read`.
-        raw_length: Bytes of the whole chunk.
-        out: Memory of their length.
+def _fill(tier: ChunkTier, copy: ChunkCopy, wanted: ChunkRequest, parts: Sequence[Part]) -> list[bytes]:
+    """Fill the parts from one copy, and verify its blocks. A whole chunk is verified by its name alone.
 
     Raises:
-        CorruptionError, FormatError: A block or the metadata is damaged, or of another version.
+        NotFoundError: The copy is gone.
+        CorruptionError, FormatError: It is damaged, or of another version.
     """
-    first = blocks.start * BLOCK_BYTES
-    meta = read(name, first, out)
-    if meta is None:
-        return False
-    envelope = envelope_of(name, raw_length, meta, "nvme")
-    for index in blocks:
-        begin = index * BLOCK_BYTES - first
-        check_block(envelope, index, out[begin : begin + BLOCK_BYTES], "nvme")
-    return True
+    name, length = wanted.name, wanted.length
+    kind = _KINDS.get(name[0])  # a piece of a file that tierfs did not write is not named by its digest
+    found: list[bytes] = []
+    with contextlib.ExitStack() as lent:
+        targets = BlockTargets(length, parts, lambda size: lent.enter_context(buffers().lend(size)))
+        for first, out in targets.pieces(tier.blocks_at_once):
+            copy.read(first * BLOCK_BYTES, out)
+            found += [] if kind is None else digest.hash_blocks(kind, out)
+        is_whole = len(found) == block_count(length)
+        if kind is None or not is_whole or digest.combine(kind, length, found) != name[1:]:
+            table = copy.table()
+            found = found or [digest.hash_bytes(table.kind, targets.view(index)) for index in targets.blocks]
+            for index, its_digest in zip(targets.blocks, found, strict=True):
+                if table.digests[index] != its_digest:
+                    text = f"chunk {name[1:].hex()} in the {tier.name} tier: block {index} is damaged"
+                    raise CorruptionError(text, tier=tier.name, block=index)
+        targets.finish()
+    return found
 
 
-def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:
+def table_of(wanted: ChunkRequest, meta: bytes, tier: str) -> BlockTable:
     """Decode the metadata that a tier keeps with a chunk.
 
     Raises:
         CorruptionError: The metadata is damaged, or belongs to another chunk.
         FormatError: Another version of tierfs wrote it.
     """
-    where = f"chunk {name.hex()} in the {tier} tier"
-    envelope = Envelope.decode(meta, where, stored_length=len(meta) + raw_length)
-    if name[0] == envelope.digest_kind and envelope.digest != name[1:]:
+    where = f"chunk {wanted.name.hex()} in the {tier} tier"
+    envelope = Envelope.decode(meta, where, stored_length=len(meta) + wanted.length)
+    if wanted.name[0] == envelope.digest_kind and envelope.digest != wanted.name[1:]:
         raise CorruptionError(f"{where} has the metadata of another chunk", tier=tier)
-    return envelope
+    return BlockTable(envelope.digest_kind, [block.digest for block in envelope.blocks])
 
 
-def check_block(envelope: Envelope, index: int, block: memoryview, tier: str) -> None:
-    """Verify one block of a chunk.
-
-    Raises:
-        CorruptionError: The block is damaged.
-    """
-    if digest.hash_bytes(envelope.digest_kind, block) != envelope.blocks[index].digest:
-        raise CorruptionError(
-            f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier, block=index
-        )
-
-
-class ChunkSources:
-    """The copies of chunks in this host's tiers. Thread-safe.
+class RamChunks:
+    """The ram tier as a `ChunkTier`.
 
     Args:
-        kind: The kind of the chunks' digests.
-        nvme: The nvme tier; ``None`` if there is none.
+        bad: The counter for damaged copies.
         slots: The slots to try first, by the digest of their chunk.
-        counters: ``bad_local_copies`` counts the copies that were read and do not have their digest.
-        others: The tiers with the changes of other hosts.
+        is_mapped: Whether to copy through the mapping, which takes half as long as a system call. A process that must
+            outlive others, whose segment files may be truncated, does not map them.
     """
+
+    name, is_here, blocks_at_once = "ram", True, 1
 
     def __init__(
         self,
-        kind: DigestKind,
         ram: RamTier,
-        nvme: NvmeTier | None,
-        slots: Mapping[bytes, SlotRef | None],
         counters: Counter[str],
-        others: Sequence[NvmeTier] = (),
+        bad: str = "ram_quarantined",
+        *,
+        slots: Mapping[bytes, SlotRef | None] | None = None,
+        is_mapped: bool = True,
     ) -> None:
-        self._others = others
-        self._kind = kind
         self._ram = ram
-        self._nvme = nvme
-        self._slots = slots
         self._counters = counters
+        self._bad = bad
+        self._slots = slots or {}
+        self._is_mapped = is_mapped
 
-    def read(self, row: Row, start: int, out: memoryview) -> bool:
-        """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
-        return any(copy(start, out) is not None for copy, _ in self.copies(row))
-
-    def read_whole(self, row: Row, out: memoryview) -> list[bytes] | None:
-        """Copy a whole chunk into memory of its length, and verify it.
-
-        Returns:
-            The digests of its blocks; ``None`` if no tier has a sound copy. ``out`` is undefined then.
-
-        Raises:
-            StoreError: The nvme tier cannot be read.
-        """
-        for copy, _ in self.copies(row):
-            digests = []
-            for start in range(0, len(out), BLOCK_BYTES):
-                block = out[start : start + BLOCK_BYTES]
-                if copy(start, block) is None:
-                    break
-                digests.append(digest.hash_bytes(self._kind, block))  # while the block is in the CPU caches
-            else:
-                if digest.combine(self._kind, len(out), digests) == row.name.digest:
-                    return digests
-                self._counters["bad_local_copies"] += 1
-                _logger.error("a local copy of %s is damaged and not used", keys.chunk_key(row.name))
-        return None
-
-    def copies(self, row: Row) -> Iterator[tuple[Callable[[int, memoryview], bytes | None], NvmeTier | None]]:
-        """Yield a function for each copy and its tier of files, nearest first.
-
-        The function copies bytes from an offset on, and returns the copy's metadata if it has them.
-        """
-        name, reference = local_name(self._kind, row.name.digest), self._slots.get(row.name.digest)
+    def copies(self, wanted: ChunkRequest) -> Iterator[_SlotCopy]:
+        reference = self._slots.get(wanted.name[1:])
         given = None if reference is None else slot_at(self._ram, reference)
         if given is not None:
-            yield partial(_read_slot, given), None
-        found = self._ram.find(name)
-        if found is not None and (given is None or SlotRef.of(found) != reference):
-            yield partial(_read_slot, found), None
-        for tier in (*([] if self._nvme is None else [self._nvme]), *self._others):
-            yield partial(_read_file, tier, name), tier
+            yield _SlotCopy(given, wanted, self)
+        for _ in range(2):  # the second time, the slot of the first was reused, or is quarantined
+            found = self._ram.find(wanted.name)
+            if found is None:
+                return
+            if given is None or SlotRef.of(found) != reference:
+                yield _SlotCopy(found, wanted, self)
+
+    def holds(self, name: bytes) -> bool:
+        slot = self._ram.find(name)
+        if slot is not None:
+            slot.segment.touch(slot)
+        return slot is not None
+
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        segments = self._ram.segments()
+        slots = [slot for each in segments for slot in each.slots(kind=SlotKind.CHUNK, states=DATA_STATES)]
+        yield from sorted({slot.name: slot.length for slot in slots if not slot.hidden}.items())
+
+
+class _SlotCopy:
+    def __init__(self, slot: Slot, wanted: ChunkRequest, tier: RamChunks) -> None:
+        self._slot = slot
+        self._wanted = wanted
+        self._tier = tier
+
+    def read(self, start: int, out: memoryview) -> None:
+        slot = self._slot
+        if start + len(out) > slot.length:
+            raise NotFoundError(f"{slot.segment} has another chunk in this slot", tier="ram")
+        if self._tier._is_mapped:
+            source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
+            np.copyto(np.frombuffer(out, dtype=np.uint8), source[start : start + len(out)])
+            slot.segment.touch(slot)
+        else:
+            slot.segment.read(slot, start, out)
+
+    def table(self) -> BlockTable:
+        slot = self._slot
+        meta = slot.segment.meta(slot)
+        if not slot.segment.is_still(slot):
+            raise NotFoundError(f"{slot.segment} no longer has this chunk", tier="ram")
+        return table_of(self._wanted, meta, self._tier.name)
+
+    def quarantine(self, error: Exception) -> None:
+        if self._slot.segment.hide(self._slot):
+            _put_aside(self._tier._counters, self._tier._bad, error)
+
+
+class FileChunks:
+    """A folder of chunk files as a `ChunkTier`: the nvme tier, or the room that this host lends to others.
+
+    Args:
+        quarantine: Called with the name and the length of a damaged chunk.
+        bad: The counter for damaged copies.
+        name: The tier's name.
+    """
+
+    is_here, blocks_at_once = True, CHUNK_BLOCKS
+
+    def __init__(
+        self,
+        files: NvmeReader | NvmeTier,
+        quarantine: Callable[[bytes, int], object],
+        counters: Counter[str],
+        bad: str = "nvme_quarantined",
+        *,
+        name: str = "nvme",
+    ) -> None:
+        self.name = name
+        self._files = files
+        self._quarantine = quarantine
+        self._counters = counters
+        self._bad = bad
+
+    def copies(self, wanted: ChunkRequest) -> Iterator[_FileCopy]:
+        yield _FileCopy(wanted, self)
+
+    def holds(self, name: bytes) -> bool:
+        return self._files.holds(name)
+
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        return self._files.chunks()
+
+
+class _FileCopy:
+    def __init__(self, wanted: ChunkRequest, tier: FileChunks) -> None:
+        self._wanted = wanted
+        self._tier = tier
+        self._meta = b""
+
+    def read(self, start: int, out: memoryview) -> None:
+        meta = self._tier._files.read(self._wanted.name, start, out)
+        if meta is None:
+            raise NotFoundError(f"the {self._tier.name} tier does not have this chunk", tier=self._tier.name)
+        self._meta = meta
+
+    def table(self) -> BlockTable:
+        return table_of(self._wanted, self._meta, self._tier.name)
+
+    def quarantine(self, error: Exception) -> None:
+        _put_aside(self._tier._counters, self._tier._bad, error)
+        self._tier._quarantine(self._wanted.name, self._wanted.length)
+
+
+def _put_aside(counters: Counter[str], bad: str, error: Exception) -> None:
+    counters[bad] += 1
+    _logger.error("a damaged copy is quarantined, and the next one is read: %s", error)
 
 
 def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:
@@ -298,24 +409,3 @@ def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:
     segment = ram.segment(reference.segment)
     slot = None if segment is None else segment.slot(reference.index)
     return slot if slot is not None and slot.serial == reference.serial else None
-
-
-def _read_file(tier: NvmeTier, name: bytes, start: int, out: memoryview) -> bytes | None:
-    try:
-        return tier.read(name, start, out)
-    except CorruptionError as error:
-        _logger.error("a local copy is damaged and not used: %s", error)  # noqa: TRY400 - a trace adds nothing
-        tier.quarantine(name)
-        return None
-
-
-def _read_slot(slot: Slot, start: int, out: memoryview) -> bytes | None:
-    if start + len(out) > slot.length:
-        return None
-    try:
-        meta = slot.segment.meta(slot)
-        slot.segment.read(slot, start, out)
-    except (CorruptionError, NotFoundError) as error:
-        _logger.warning("a chunk cannot be read from its slab: %s", error)  # the segment was cut short or closed
-        return None
-    return meta if slot.segment.is_still(slot) else None

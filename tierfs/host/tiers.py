@@ -1,7 +1,7 @@
 """The local tiers of one store, as seen by a process that uses them: pending drafts, chunks, and the flusher.
 
 This module combines four parts. `PendingDrafts` knows the pending changes. `SlabWriter` writes chunks and drafts into
-slabs. `ChunkReader` reads local chunks. `ChunkCache` keeps copies of remote chunks. Waiting for a level is implemented
+slabs. `ChunkSources` reads chunks. `ChunkCache` keeps copies of remote chunks. Waiting for a level is implemented
 here, because it needs the drafts, the ram tier and the flusher.
 """
 
@@ -16,7 +16,7 @@ from tierfs.clock import Clock
 from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, StoreError, TierfsError
 from tierfs.host.chunk_cache import ChunkCache
-from tierfs.host.chunk_sources import ChunkReader
+from tierfs.host.chunk_sources import ChunkSources, ChunkTier, FileChunks, RamChunks
 from tierfs.host.events import Counters, no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
@@ -28,25 +28,25 @@ from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
-    from tierfs.format.envelope import Part
-    from tierfs.format.manifest import Row
     from tierfs.host.pending.record import Draft
 
 ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft
 
 
-class HeldElsewhere(Protocol):
-    """The changes that other hosts hold: see `tierfs.peers.reads.PeerReader`."""
+class RemoteDrafts(ChunkTier, Protocol):
+    """A tier that holds other hosts' changes until they are published, and their chunks. Thread-safe."""
 
-    def drafts(self, path: str) -> Sequence[Draft]: ...
+    def drafts(self, path: str) -> Sequence[Draft]:
+        """Return the changes of a path that may not be published yet, in no order."""
 
-    def paths_below(self, path: str) -> Sequence[str]: ...
+    def paths_below(self, path: str) -> Sequence[str]:
+        """Return the paths at or below ``path`` that `drafts` has changes of."""
 
-    def read(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None: ...
+    def silent(self, name: bytes) -> str:
+        """Return the holders of a chunk that did not answer just now, in words; empty if all have answered."""
 
-    def silent(self, name: bytes) -> str: ...
-
-    def problems(self) -> Mapping[str, str]: ...
+    def problems(self) -> Mapping[str, str]:
+        """Connect to each holder. Return what failed by the holder's name; empty text if nothing did."""
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class Tiers:
         problems: Why this host cannot provide a requested tier, by the tier's name.
 
     Attributes:
-        peers: What other hosts hold; None if that is off.
+        remote: What other hosts hold; None if that is off.
         away_until_s: Time on ``clock`` until which the object tier is not asked, because it did not answer.
     """
 
@@ -93,7 +93,7 @@ class Tiers:
         self.flusher = flusher
         self.has_nvme = has_nvme
         self.passes_by = passes_by
-        self.peers: HeldElsewhere | None = None
+        self.remote: RemoteDrafts | None = None
         self.counters = counters = Counters()
         self.away_until_s = 0.0
         self._clock = clock
@@ -101,11 +101,12 @@ class Tiers:
         self._ended = threading.Event()
         stored_level = Level.LOCAL if gives_local else Level.STAGED
         self.drafts = PendingDrafts(ram, nvme, counters, stored_level=stored_level)
-        self.reader = ChunkReader(ram, nvme, flusher, counters)
+        near = RamChunks(ram, counters), FileChunks(nvme, self._quarantine, counters)
+        self.sources = ChunkSources(kind, near, counters)
         self.writer = SlabWriter(ram, flusher, counters, kind=kind, clock=clock, ended=self._ended)
         self.cache = ChunkCache(
             ram,
-            self.reader,
+            self.sources,
             self.writer,
             flusher,
             counters,
@@ -114,6 +115,11 @@ class Tiers:
             keeps_reads=keeps_reads,
             shares_reads=shares_reads,
         )
+
+    def join(self, remote: RemoteDrafts) -> None:
+        """Also read what other hosts hold."""
+        self.remote = remote
+        self.sources.tiers.append(remote)
 
     def wait(self, path: str, level: Level, timeout_s: float | None = None, *, write_id: bytes | None = None) -> None:
         """Wait until the pending changes at or below ``path``, or the one of ``write_id``, have reached ``level``.
@@ -166,7 +172,7 @@ class Tiers:
             StoreError, CorruptionError: As `PendingDrafts.level`.
         """
         level = self.drafts.level(path)
-        pending = self.drafts.pending(path) if self.peers is not None and Level.NONE < level < Level.PEER else None
+        pending = self.drafts.pending(path) if self.remote is not None and Level.NONE < level < Level.PEER else None
         if pending is not None and not pending.draft.is_ram_only and self.flusher.is_running():
             with contextlib.suppress(
                 TimeoutError, ConflictError
@@ -208,11 +214,19 @@ class Tiers:
 
     def report_damage(self, key: str) -> None:
         """Tell the flusher, if one runs, that a chunk object is damaged or missing: it may rely on it."""
+        self._tell("report_damage", {"key": key}, "the flusher was not told of a damaged chunk: %s")
+
+    def _quarantine(self, name: bytes, length: int) -> None:
+        """Tell the flusher, if one runs, that a copy in the nvme tier is damaged: only the flusher may remove it."""
+        arguments = {"name": name.hex(), "length": length}
+        self._tell("quarantine", arguments, "the flusher was not told of a damaged copy: %s")
+
+    def _tell(self, do: str, arguments: dict[str, Any], text: str) -> None:
         if self.flusher.is_running():
             try:
-                self.flusher.request("report_damage", {"key": key}, timeout_s=ANNOUNCE_S)
+                self.flusher.request(do, arguments, timeout_s=ANNOUNCE_S)
             except (TierfsError, TimeoutError) as error:
-                self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
+                self.counters.fall_back("kept_damage", text, error)
 
     @property
     def is_closed(self) -> bool:
@@ -221,8 +235,8 @@ class Tiers:
     def close(self) -> None:
         """Release everything. Pending changes stay for the next flusher."""
         self._ended.set()
-        if self.peers is not None:
-            self.peers.close()
+        if self.remote is not None:
+            self.remote.close()
         self.flusher.close()
         self.ram.close()
         self.writer.close()

@@ -120,7 +120,7 @@ class Extended:
         if not names:
             return "object" if verbs.level_of(store, node.path).label == "object" else "ram"
         return next(
-            (tier for tier in ("ram", "nvme") if all(store.tiers.reader.holds(one, tier) for one in names)), "object"
+            (tier for tier in ("ram", "nvme") if all(store.tiers.sources.holds(one, tier) for one in names)), "object"
         )
 
     def _stored(self, node: Node) -> int:

@@ -12,23 +12,24 @@ import logging
 import ssl
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from tierfs import digest
-from tierfs.buffers import buffers
 from tierfs.checked_json import parse_object
 from tierfs.clock import Clock, Pace
-from tierfs.digest import DigestKind
-from tierfs.errors import FormatError, StoreError, TierfsError
-from tierfs.format.envelope import BlockTargets, Part, block_count
+from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, DigestKind
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.format.envelope import block_count
 from tierfs.format.keys import is_at_or_below
 from tierfs.format.lease import PeerRecord
+from tierfs.format.manifest import Manifest
+from tierfs.host.chunk_sources import BlockTable, ChunkRequest
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.client import FlusherClient
@@ -36,9 +37,6 @@ from tierfs.peers.client import PeerClient
 from tierfs.peers.members import MEMBERS_FILE, REST_S_MAX, REST_S_MIN
 from tierfs.peers.settings import Identity
 from tierfs.peers.wire import Connection
-
-if TYPE_CHECKING:
-    from tierfs.format.manifest import Row
 
 LAUNCH_S = 10.0
 """How long to wait for a flusher that lists the hosts."""
@@ -73,7 +71,7 @@ class _Host:
 
 
 class PeerReader:
-    """The drafts and chunks that hosts hold for others. Thread-safe.
+    """The drafts and chunks that hosts hold for others, as a `ChunkTier`. Thread-safe.
 
     Args:
         directory: The store's directory on this host.
@@ -83,6 +81,8 @@ class PeerReader:
         clock: Measures rests.
         reads_once: Whether a whole chunk of the object tier is read from the host that fetches it for all.
     """
+
+    name, is_here, blocks_at_once = "peer", False, CHUNK_BLOCKS
 
     def __init__(
         self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock, *, reads_once: bool
@@ -121,31 +121,35 @@ class PeerReader:
         self._look()
         return [each for each in self._paths if is_at_or_below(each, path)]
 
-    def read(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None:
-        """Copy verified parts of a chunk into memory from a host that holds a draft with it.
-
-        Args:
-            name: The chunk's local name.
-            row: The chunk.
-            parts: The wanted parts, with the memory to fill, which is undefined if no host has them.
-
-        Returns:
-            The digests of the blocks that hold the parts; None if no host has a sound copy.
-        """
-        if not row.stored_length and name not in self._holders:
+    def copies(self, wanted: ChunkRequest) -> Iterator[_HostCopy]:
+        """Yield the copies of hosts that hold a draft with the chunk, then that of the host that fetches it for all."""
+        name, row = wanted.name, wanted.row
+        is_stored = row is not None and bool(row.stored_length)
+        if not is_stored and name not in self._holders:
             self._look()
         holders = self._holders.get(name, ())
         # This host first, then another order for each process, so that they share the load.
         ordered = sorted(holders, key=lambda each: (each != self._me, zlib.crc32(f"{self._me}{each}".encode())))
         # If only these hosts have the chunk, those that rest are asked after the others: one may be back.
-        for is_last in (False, True) if not row.stored_length else (False,):
+        for is_last in (False, True) if not is_stored else (False,):
             for host in ordered:
-                if is_last or not self._is_resting(host):
-                    found = self._read_from(host, name, row, parts)
-                    if found is not None:
-                        return found
-        is_whole = len(parts) == 1 and len(parts[0][1]) == row.raw_length
-        return self._read_shared(name, row, parts) if self._reads_once and row.stored_length and is_whole else None
+                if (is_last or not self._is_resting(host)) and host in self._hosts and (host, name) not in self._bad:
+                    yield _HostCopy(self, self._hosts[host], wanted)
+        if self._reads_once and row is not None and is_stored and wanted.is_whole:
+            first = self._first(name)
+            if first is not None:
+                stored = {"generation": row.name.generation, "recipe": row.name.recipe.hex()}
+                yield _HostCopy(self, first, wanted, stored=row.stored_length, **stored)
+
+    def holds(self, name: bytes) -> bool:
+        return name in self._holders
+
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        self._look()
+        drafts = [draft for each in list(self._paths.values()) for draft in each.values()]
+        rows = [(draft.names, draft.record.rows) for draft in drafts if isinstance(draft.record, Manifest)]
+        found = {name: row.raw_length for names, some in rows for name, row in zip(names, some, strict=True)}
+        yield from sorted(found.items())
 
     def silent(self, name: bytes) -> str:
         """Return the hosts that hold a chunk and did not answer just now, in words; empty if all have answered."""
@@ -156,69 +160,14 @@ class PeerReader:
         known = self._hosts.get(host)
         return known is not None and known.rests_until > self._clock.monotonic()
 
-    def _read_shared(self, name: bytes, row: Row, parts: Sequence[Part]) -> Sequence[bytes] | None:
-        """Read a chunk from the host that fetches it for all: the first one by a hash of the host and the chunk."""
+    def _first(self, name: bytes) -> _Host | None:
+        """Return the host that fetches a chunk for all: the first one by a hash of the host and the chunk."""
         self._look()
         now = self._clock.monotonic()
         awake = [host for host, known in self._hosts.items() if known.rests_until <= now]
         if len(self._hosts) < 2 or not awake:  # noqa: PLR2004 - this host alone
             return None
-        first = min(awake, key=lambda host: xxhash.xxh3_64_intdigest(host.encode() + name))
-        stored: dict[str, Any] = {
-            "stored": row.stored_length,
-            "generation": row.name.generation,
-            "recipe": row.name.recipe.hex(),
-        }
-        return self._read_from(first, name, row, parts, **stored)
-
-    def _read_from(
-        self, host: str, name: bytes, row: Row, parts: Sequence[Part], *, asks: int = ASKS_MAX, **stored: Any
-    ) -> Sequence[bytes] | None:
-        """Read from one host. ``stored`` tells it the chunk's object, to fetch the chunk if it lacks it."""
-        known, length = self._hosts.get(host), row.raw_length
-        if known is None or (host, name) in self._bad:
-            return None
-        with contextlib.ExitStack() as lent:
-            targets = BlockTargets(length, parts, lambda size: lent.enter_context(buffers().lend(size)))
-            size = sum(len(targets.view(index)) for index in targets.blocks)
-            kind, found = DigestKind(name[0]), dict[int, bytes]()
-
-            def take(connection: Connection, answer: dict[str, Any], sent: int) -> None:
-                if sent not in {0, size} or bool(sent) != bool(answer["digests"]):
-                    raise FormatError("a peer's answer has a body of a wrong length")
-                for index in targets.blocks if sent else ():
-                    connection.read_into(targets.view(index))
-                    found[index] = digest.hash_bytes(kind, targets.view(index))
-
-            try:
-                answer = known.client.fetch(
-                    "read",
-                    take,
-                    timeout_s=READ_S + size / READ_RATE,
-                    name=name.hex(),
-                    length=length,
-                    blocks=targets.blocks,
-                    **stored,
-                )
-                named = [bytes.fromhex(each) for each in answer["digests"] or ()]
-            except _ERRORS as error:
-                if stored and asks > 1 and isinstance(error, OSError) and self._is_there(known):
-                    # Its fetch goes on, or it is too busy for a new connection.
-                    return self._read_from(host, name, row, parts, asks=asks - 1, **stored)
-                self._rest(known, "a chunk is read elsewhere, because %s at %s failed: %s", error)
-                return None
-            known.rest_s = known.rests_until = 0.0
-            if not named:
-                return None  # it was dropped since the look, or is damaged there
-            is_named = len(named) == block_count(length) and digest.combine(kind, length, named) == name[1:]
-            if not is_named or any(named[index] != each for index, each in found.items()):
-                self._bad.add((host, name))
-                self._counters["peer_bad_copies"] += 1
-                _logger.error("chunk %s as %s sent it is damaged: it is read elsewhere", name.hex(), known.record.host)
-                return None
-            targets.finish()
-        self._counters["peer_read_bytes"] += sum(len(out) for _, out in parts)
-        return [found[index] for index in sorted(found)]
+        return self._hosts[min(awake, key=lambda host: xxhash.xxh3_64_intdigest(host.encode() + name))]
 
     def _is_there(self, host: _Host) -> bool:
         with contextlib.suppress(OSError, TierfsError):
@@ -371,3 +320,61 @@ class PeerReader:
                 for chunk in {*draft.names}:
                     holders.setdefault(chunk, []).append(name)
         self._paths, self._holders = paths, holders
+
+
+class _HostCopy:
+    """A host's copy of a chunk. ``stored`` tells the host the chunk's object, to fetch the chunk if it lacks it."""
+
+    def __init__(self, reader: PeerReader, host: _Host, wanted: ChunkRequest, **stored: Any) -> None:
+        self._reader = reader
+        self._host = host
+        self._wanted = wanted
+        self._stored = stored
+        self._named: list[bytes] = []
+
+    def read(self, start: int, out: memoryview) -> None:
+        for asks_left in reversed(range(ASKS_MAX if self._stored else 1)):
+            try:
+                self._ask(start, out)
+                break
+            except _ERRORS as error:
+                # Its fetch may go on, or it is too busy for a new connection.
+                if not asks_left or not isinstance(error, OSError) or not self._reader._is_there(self._host):
+                    self._reader._rest(self._host, "a chunk is read elsewhere, because %s at %s failed: %s", error)
+                    raise NotFoundError(f"{self._host.record.host} cannot be read", tier="peer") from error
+        if not self._named:  # it was dropped since the look, or is damaged there
+            raise NotFoundError(f"{self._host.record.host} does not have this chunk", tier="peer")
+        self.table()  # a host that names other digests is not asked again
+
+    def _ask(self, start: int, out: memoryview) -> None:
+        length, first = self._wanted.length, start // BLOCK_BYTES
+
+        def take(connection: Connection, answer: dict[str, Any], sent: int) -> None:
+            if sent not in {0, len(out)} or bool(sent) != bool(answer["digests"]):
+                raise FormatError("a peer's answer has a body of a wrong length")
+            connection.read_into(out[:sent])
+
+        answer = self._host.client.fetch(
+            "read",
+            take,
+            timeout_s=READ_S + len(out) / READ_RATE,
+            name=self._wanted.name.hex(),
+            length=length,
+            blocks=list(range(first, first + block_count(len(out)))),
+            **self._stored,
+        )
+        self._named = [bytes.fromhex(each) for each in answer["digests"] or ()]
+        self._host.rest_s = self._host.rests_until = 0.0
+
+    def table(self) -> BlockTable:
+        name, length = self._wanted.name, self._wanted.length
+        kind = DigestKind(name[0])
+        if len(self._named) != block_count(length) or digest.combine(kind, length, self._named) != name[1:]:
+            raise CorruptionError(f"{self._host.record.host} has another chunk than {name.hex()}", tier="peer")
+        return BlockTable(kind, self._named)
+
+    def quarantine(self, error: Exception) -> None:
+        self._reader._bad.add((self._host.record.id, self._wanted.name))
+        self._reader._counters["peer_bad_copies"] += 1
+        where = self._host.record.host
+        _logger.error("chunk %s as %s sent it is damaged: %s", self._wanted.name.hex(), where, error)

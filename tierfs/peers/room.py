@@ -55,7 +55,7 @@ class HeldDraft:
 
     def is_whole(self) -> bool:
         """Return whether the tier has all chunks of the draft that the object tier is not known to have."""
-        return all(map(self.tier.has, {*self.draft.names} - {*elsewhere(self.draft)}))
+        return all(map(self.tier.holds, {*self.draft.names} - {*elsewhere(self.draft)}))
 
 
 class PeerRoom:
@@ -159,7 +159,7 @@ class PeerRoom:
         """Return the indexes of the chunks that a tier lacks. The others are kept for some time, for a draft."""
         tier = self.tiers[number]
         tier.protect(names)
-        return [index for index, name in enumerate(names) if not tier.has(name)]
+        return [index for index, name in enumerate(names) if not tier.holds(name)]
 
     def take_chunk(self, number: int, name: bytes, length: int, connection: Connection) -> None:
         """Receive a chunk, compute its digest, and store it.

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
-from tierfs.format.envelope import Envelope, block_count
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, StoreError, TierfsError
+from tierfs.format.envelope import block_count
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import peer_id
 from tierfs.format.manifest import Row
-from tierfs.host.chunk_sources import check_block, envelope_of
-from tierfs.host.pending.record import local_name
+from tierfs.host.chunk_sources import ChunkRequest
 from tierfs.peers.members import Members
 from tierfs.peers.room import PeerRoom
 from tierfs.peers.settings import Identity, PeerSettings
@@ -30,7 +30,7 @@ from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.host.chunk_sources import ChunkSources
+    from tierfs.host.chunk_sources import BlockTable, ChunkSources
 
 CONNECTIONS_MAX = 256
 CHUNKS_MAX = 3
@@ -224,20 +224,19 @@ class PeerServer:
         count = block_count(length) if 0 < length <= CHUNK_BYTES else 0
         if len(name) != 1 + kind.size or not wanted or not {*wanted} <= {*range(count)} or len(wanted) > count:
             raise InvalidInputError("a chunk has a wrong name or length, or lacks a block that a peer asked for")
-        row = Row(ChunkName(name[1:]), length, 0)
-        found = _verified(self._sources(kind), kind, row, wanted)
+        found = _verified(self._sources(kind), ChunkRequest(name, length), wanted)
         first = next(found, None)
         if first is None and "stored" in message:
             generation, recipe = int(message["generation"]), bytes.fromhex(message["recipe"])
             self._bring(name, Row(ChunkName(name[1:], generation, recipe), length, int(message["stored"])))
-            found = _verified(self._sources(kind), kind, row, wanted)
+            found = _verified(self._sources(kind), ChunkRequest(name, length), wanted)
             first = next(found, None)
         if first is None:
             return {"digests": None}, (), 0
-        envelope, block = first
+        table, block = first
         size = sum(min(BLOCK_BYTES, length - index * BLOCK_BYTES) for index in wanted)
         pieces = itertools.chain([block], (piece for _, piece in found))
-        return {"digests": [each.digest.hex() for each in envelope.blocks]}, pieces, size
+        return {"digests": [each.hex() for each in table.digests]}, pieces, size
 
     def _do(self, connection: Connection, host: str, message: dict[str, Any], left: list[int]) -> dict[str, Any]:
         """Run one request. ``left`` has the number of bytes of the body that are not read yet."""
@@ -306,8 +305,8 @@ def _skip(connection: Connection, count: int) -> None:
 
 
 def _verified(
-    sources: ChunkSources, kind: DigestKind, row: Row, wanted: Sequence[int]
-) -> Iterator[tuple[Envelope, memoryview]]:
+    sources: ChunkSources, chunk: ChunkRequest, wanted: Sequence[int]
+) -> Iterator[tuple[BlockTable, memoryview]]:
     """Yield verified blocks of a chunk in this order, all from the same copy, which is quarantined if it is damaged.
 
     Nothing is yielded if no copy has a sound first block. Each block is valid until the next one.
@@ -315,25 +314,22 @@ def _verified(
     Raises:
         CorruptionError: A block after the first one is damaged.
     """
-    name, length = local_name(kind, row.name.digest), row.raw_length
-    with buffers().lend(min(BLOCK_BYTES, length)) as memory:
-        for copy, tier in sources.copies(row):
-            number = 0
+    with buffers().lend(min(BLOCK_BYTES, chunk.length)) as memory:
+        for copy in itertools.chain.from_iterable(tier.copies(chunk) for tier in sources.tiers):
+            is_begun = False
             try:
-                for number, index in enumerate(wanted):
+                for index in wanted:
                     start = index * BLOCK_BYTES
-                    block = memory[: min(BLOCK_BYTES, length - start)]
-                    meta = copy(start, block)
-                    if not meta and not number:
-                        break  # there is no copy
-                    envelope = envelope_of(name, length, meta or b"", "peer")
-                    check_block(envelope, index, block, "peer")
-                    yield envelope, block
-                else:
-                    return
-            except (CorruptionError, FormatError) as error:
-                _logger.error("a local copy is damaged and not used: %s", error)  # noqa: TRY400 - a trace adds nothing
-                if tier is not None:
-                    tier.quarantine(name)
-                if number:
+                    block = memory[: min(BLOCK_BYTES, chunk.length - start)]
+                    copy.read(start, block)
+                    table = copy.table()
+                    if digest.hash_bytes(table.kind, block) != table.digests[index]:
+                        raise CorruptionError(f"block {index} of chunk {chunk.name.hex()} is damaged", tier="peer")
+                    is_begun = True
+                    yield table, block
+                return
+            except (CorruptionError, FormatError, NotFoundError) as error:
+                if not isinstance(error, NotFoundError):
+                    copy.quarantine(error)
+                if is_begun:
                     raise

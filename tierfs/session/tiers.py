@@ -131,7 +131,7 @@ def tiers_for(
         reads_once = settings.peers.reads_once and not target.host_local
         from tierfs.peers.reads import PeerReader  # noqa: PLC0415 - loads TLS, which few need
 
-        tiers.peers = PeerReader(directory, target.uuid, tiers.flusher, tiers.counters, clock, reads_once=reads_once)
+        tiers.join(PeerReader(directory, target.uuid, tiers.flusher, tiers.counters, clock, reads_once=reads_once))
     for tier, problem in settings.problems.items():
         # The text has the disk's free space, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})

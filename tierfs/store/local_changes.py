@@ -82,8 +82,8 @@ def level_of(store: Store, path: str) -> Level:
 def level_seen(store: Store, path: str) -> Level:
     """Return the level of a file as `level_of` does. The file need not exist. Raises as `Tiers.level` and `observe`."""
     level = store.tiers.level(path) if store.tiers is not None else Level.OBJECT
-    peers = store.tiers.peers if store.tiers is not None and level is Level.OBJECT else None
-    is_held = peers is not None and peers.drafts(path) and observe_to_read(store, path).draft is not None
+    remote = store.tiers.remote if store.tiers is not None and level is Level.OBJECT else None
+    is_held = remote is not None and remote.drafts(path) and observe_to_read(store, path).draft is not None
     return Level.PEER if is_held else level
 
 

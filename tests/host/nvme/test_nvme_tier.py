@@ -148,7 +148,7 @@ def test_a_chunk_is_dirty_while_a_draft_needs_it(tier, directory):
         drop()
     assert tier.usage().dirty_bytes == reader.usage().dirty_bytes == 0
     assert tier.evict([name]) > 0
-    assert not tier.has(name)
+    assert not tier.holds(name)
 
 
 def test_a_chunk_is_kept_for_a_minute_until_its_draft_is_stored(directory):
@@ -161,8 +161,8 @@ def test_a_chunk_is_kept_for_a_minute_until_its_draft_is_stored(directory):
     (never,) = write(tier, 3)
     clock.sleep(61)
     assert tier.evict() > 0
-    assert not tier.has(never)
-    assert tier.has(mine)
+    assert not tier.holds(never)
+    assert tier.holds(mine)
 
 
 def test_the_least_recently_used_clean_chunk_is_evicted_first(directory):
@@ -250,7 +250,7 @@ def test_a_bad_copy_is_forgotten(tier):
     write(tier, 1, keep=False)
     (name, _) = content_of(1)
     tier.quarantine(name)
-    assert not tier.has(name)
+    assert not tier.holds(name)
     assert tier.usage().fallbacks["quarantined"] == 1
     tier.quarantine(name)
     assert tier.usage().fallbacks["quarantined"] == 1
@@ -264,7 +264,7 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     tier.quarantine(name)
     assert [(item.seq, item.state) for item in tier.drafts()] == [(seq, "damaged")]
     assert "a was saved on this host and is no longer complete" in caplog.text
-    assert not tier.has(name)
+    assert not tier.holds(name)
     reader = NvmeReader(directory)
     assert read(reader, 1) is None
     assert reader.usage().damaged == tier.usage().damaged == 1
@@ -281,7 +281,7 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
 def test_a_chunk_found_wrong_after_writing_is_absent(tier, directory):
     name, data = content_of(1)
     tier.write(name, meta_of(data), memoryview(data), is_sound=lambda: False)
-    assert not tier.has(name)
+    assert not tier.holds(name)
     assert tier.usage().used_bytes == 0
     assert os.listdir(directory / "nvme" / "chunks") == []
 
@@ -382,7 +382,7 @@ def test_a_chunk_whose_flush_fails_is_not_stored(tier, directory, monkeypatch):
     failing_once(monkeypatch, "fdatasync")
     with pytest.raises(StoreError, match="Input/output"):
         write(tier, 2)
-    assert not tier.has(content_of(2)[0])
+    assert not tier.holds(content_of(2)[0])
     assert os.listdir(directory / "nvme" / "chunks") == []
     assert tier.usage().used_bytes == 0
     save(tier, "a", 2)

@@ -113,7 +113,7 @@ def test_a_chunk_that_is_given_back_while_it_is_written_is_not_there(host, monke
     go_on.set()
     save(host.store, "b", content(100))
     wait(host.store, "b", Level.OBJECT)
-    assert not any(map(host.flusher.nvme.has, names))
+    assert not any(map(host.flusher.nvme.holds, names))
     until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be in flight
 
 

@@ -70,7 +70,7 @@ class Placement:
         kind, tiers = self._store.descriptor.digest_kind, self._store.tiers
         names = [local_name(kind, row.name.digest) for row, _ in self._chunks(place)]
         near = LOCAL_TIERS if tiers is not None and names else ()
-        found = [tier for tier in near if tiers is not None and all(tiers.reader.holds(name, tier) for name in names)]
+        found = [tier for tier in near if tiers is not None and all(tiers.sources.holds(name, tier) for name in names)]
         return [*found, *(["object"] if self.level(place) is Level.OBJECT else [])]
 
     def coded(self, places: Iterable[BytesPlace]) -> dict[str, object]:

@@ -280,7 +280,7 @@ def check_peers(url: str) -> Iterator[Check]:
         return
     try:
         store, _ = open_store(parse_url(url))
-        found = store.tiers.peers.problems() if store.tiers is not None and store.tiers.peers is not None else {}
+        found = store.tiers.remote.problems() if store.tiers is not None and store.tiers.remote is not None else {}
     except (TierfsError, OSError) as error:
         yield Check("peers", "problem", describe(error).message)
         return

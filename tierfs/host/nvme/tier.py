@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -41,6 +41,7 @@ from tierfs.host.nvme.head import (
     read_head,
     write_head,
 )
+from tierfs.host.nvme.reader import NvmeReader
 
 _logger = logging.getLogger("tierfs.local")
 
@@ -117,7 +118,7 @@ class NvmeTier:
         self._report_damaged()
         self._change()
 
-    def has(self, name: bytes) -> bool:
+    def holds(self, name: bytes) -> bool:
         """Return whether the tier has a copy of the chunk that is not known to be damaged."""
         return self._chunks.has(name)
 
@@ -172,7 +173,7 @@ class NvmeTier:
         with self._lock:
             seqs = self._write_ids
             fresh = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
-            away = {name for name in elsewhere if not self.has(name)}
+            away = {name for name in elsewhere if not self.holds(name)}
             self._store(
                 [
                     each._replace(names=tuple(name for name in dict.fromkeys(each.names) if name not in away))
@@ -284,11 +285,15 @@ class NvmeTier:
             CorruptionError: The chunk's file is damaged.
             StoreError: The file cannot be read.
         """
-        page = self._chunks.files.read(name, start, out, now_ns=self._clock.now_ns()) if self.has(name) else None
+        page = self._chunks.files.read(name, start, out, now_ns=self._clock.now_ns()) if self.holds(name) else None
         return None if page is None else page.meta
 
-    def quarantine(self, name: bytes) -> None:
-        """Delete a damaged copy. If a draft needs it, log the draft. Writing the chunk again heals the draft."""
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Yield names and lengths of the chunks: see `NvmeReader.chunks`."""
+        return NvmeReader(self.directory).chunks()
+
+    def quarantine(self, name: bytes, length: int = 0) -> None:
+        """Delete a damaged copy, of whatever length. If a draft needs it, log the draft. Writing the chunk again heals the draft."""
         with self._lock:
             if self._chunks.quarantine(name):
                 self._report_damaged(name)

@@ -292,7 +292,7 @@ class _LocalFile:
         """
         at = 0
         for index, offset, length in self.parts(start, start + len(out)):
-            if not self._local.read(self._rows[index], offset, out[at : at + length]):
+            if not self._local.peek(self._rows[index], offset, out[at : at + length]):
                 raise StoreError("a chunk to be examined is not on this host", tier="ram")
             at += length
 

@@ -21,6 +21,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, BaseRange, Block, Envelope
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
+from tierfs.host.chunk_sources import ChunkRequest
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version
@@ -109,9 +110,9 @@ class Healer:
         """
         tiers = self._store.tiers
         if tiers is not None:
-            tier = tiers.reader.read(local_name(self._kind, name.digest), len(out), [(0, out)])
-            if tier is not None and digest.digests_of(self._kind, out)[1] == name.digest:
-                return f"the {tier} tier"
+            found = tiers.sources.read(ChunkRequest(local_name(self._kind, name.digest), len(out)), [(0, out)])
+            if found is not None:
+                return f"the {found.tier} tier"
         for store in (self._bare, *self._replicas):
             for other in self._names_of(store, name.digest):
                 if store is self._bare and other == name:

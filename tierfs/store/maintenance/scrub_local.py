@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +19,7 @@ from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.slab.table import DATA_STATES, SlotKind
-from tierfs.host.tiers import Tiers
+from tierfs.host.chunk_sources import ChunkRequest, check_copies
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store
@@ -91,11 +90,11 @@ def scrub_local(
     after = b""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         after = bytes.fromhex(parse_object(place.read_bytes(), str(place))["after"])
-    for name, length in _copies(tiers, tier, after):
+    for name, length in _from(after, tiers.sources.tier(tier).chunks()):
         if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
             break
         pace.take(length)
-        problem = tiers.reader.check_copy(tier, name, length)
+        problem = check_copies(tiers.sources.tier(tier), ChunkRequest(name, length))
         if problem is not None:
             report.chunks += 1
             report.bytes += length
@@ -111,14 +110,8 @@ def scrub_local(
     return report
 
 
-def _copies(tiers: Tiers, tier: str, place: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield name and length of every copy: those after ``place``, then the others."""
-    copies: Iterable[tuple[bytes, int]] = tiers.nvme.chunks()
-    if tier == "ram":
-        slots = (
-            each for segment in tiers.ram.segments() for each in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
-        )
-        copies = sorted({slot.name: slot.length for slot in slots if not slot.hidden}.items())
+def _from(place: bytes, copies: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """Yield the names and lengths after ``place``, then the others."""
     before = []
     for each in copies:
         if each[0] > place:

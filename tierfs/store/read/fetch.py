@@ -30,6 +30,7 @@ from tierfs.format.envelope import (
 from tierfs.format.header import HEADER_BYTES, peek_kind
 from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Row
+from tierfs.host.chunk_sources import ChunkRequest
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import ObjectInfo, Take
@@ -90,16 +91,19 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
         _fetch_stored(store, row, parts, where, depth)
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
-    counters, peers = store.tiers.counters, store.tiers.peers
+    counters, remote, sources = store.tiers.counters, store.tiers.remote, store.tiers.sources
+    chunk = ChunkRequest(name, row.raw_length, row)
+    if sources.read(chunk, parts, is_here=True) is not None:
+        return
 
     def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
-        held = peers.read(name, row, wanted) if peers is not None else None
+        held = sources.read(chunk, wanted, is_here=False)
         if held is not None:
-            return held
+            return held.digests
         try:
             digests = _fetch_stored(store, row, wanted, where, depth)
         except CorruptionError as error:
-            silent = peers.silent(name) if peers is not None and not row.stored_length else ""
+            silent = remote.silent(name) if remote is not None and not row.stored_length else ""
             if not silent:
                 raise
             why = f"{where} is held by hosts that do not answer ({silent}): try again when one does"

@@ -92,7 +92,7 @@ def is_held(store: Store, path: str) -> bool:
     """Return whether the local tiers of this host seem to hold every chunk at or below ``path``. Raises as `find`."""
     tiers = store.tiers
     return tiers is not None and all(
-        any(tiers.reader.holds(piece.name, tier) for tier in TIERS) for piece in _pieces(store, path)
+        any(tiers.sources.holds(piece.name, tier) for tier in TIERS) for piece in _pieces(store, path)
     )
 
 
@@ -120,7 +120,7 @@ def _bring(tiers: Tiers, piece: _Copy) -> Slot | None:
 
 
 def _missing(tiers: Tiers, pieces: Sequence[_Copy], tier: str) -> dict[bytes, _Copy]:
-    return {piece.name: piece for piece in pieces if not tiers.reader.holds(piece.name, tier)}
+    return {piece.name: piece for piece in pieces if not tiers.sources.holds(piece.name, tier)}
 
 
 def _full(tier: str, what: str) -> CapacityError:

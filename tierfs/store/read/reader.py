@@ -14,6 +14,7 @@ from tierfs.format.envelope import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.format.header import Cursor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
+from tierfs.host.chunk_sources import ChunkRequest
 from tierfs.host.pending.record import foreign_name, local_name
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.fetch import fetch
@@ -175,7 +176,8 @@ class _ForeignReader(Reader):
             return
         length = self.starts[number + 1] - first
         name = foreign_name(self._info.key, str(self._info.version), first)
-        tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
+        if tiers.sources.read(ChunkRequest(name, length), parts, is_here=True) is None:
+            tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
 
     def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
         """Fetch parts of the piece that begins at ``first``. Returns no digests, because none are known."""
@@ -218,7 +220,7 @@ class _ChunkReader(Reader):
         far: list[tuple[int, list[Part]]] = []
         for number, wanted in by_chunk(parts, self.starts).items():
             name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
-            is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
+            is_near = self._store.tiers is not None and self._store.tiers.sources.holds(name, "ram")
             (near if is_near else far).append((number, wanted))
         # Reads that wait use many threads. Copies from memory use as many threads as there are processors.
         transfers().map(fill, far)
@@ -243,4 +245,4 @@ class _ChunkReader(Reader):
         if self._store.tiers is None:
             return None
         name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
-        return self._store.tiers.reader.copy(name, len(out), out)
+        return self._store.tiers.sources.copy(ChunkRequest(name, len(out)), out)

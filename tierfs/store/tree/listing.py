@@ -132,8 +132,8 @@ def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | 
     known = pending_at(store, path) if pending is None else pending
     if _has_live(store, path, known) or _has_foreign(store, path):
         return True
-    peers = store.tiers.peers if store.tiers is not None else None
-    held = [] if peers is None else peers.paths_below(path)
+    remote = store.tiers.remote if store.tiers is not None else None
+    held = [] if remote is None else remote.paths_below(path)
     return any(observe_to_read(store, name).manifest is not None for name in held if name != path)
 
 

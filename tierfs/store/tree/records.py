@@ -104,8 +104,8 @@ def observe_to_read(store: Store, path: str) -> Observed:
     Such a change counts if it could be published now: it builds on the record, or on another such change.
     """
     there = observe(store, path)
-    peers = store.tiers.peers if store.tiers is not None and there.draft is None else None
-    held = [] if peers is None else list(peers.drafts(path))
+    remote = store.tiers.remote if store.tiers is not None and there.draft is None else None
+    held = [] if remote is None else list(remote.drafts(path))
     while (draft := next((each for each in held if _follows(each, there)), None)) is not None:
         held.remove(draft)
         there = Observed(path, there.key, draft.record, None, draft.write_id)
@@ -126,8 +126,8 @@ def held_at(store: Store, path: str, known: Collection[str]) -> dict[str, Manife
 
     Paths in ``known`` are left out.
     """
-    peers = store.tiers.peers if store.tiers is not None else None
-    names = [] if peers is None else [name for name in peers.paths_below(path) if name not in known]
+    remote = store.tiers.remote if store.tiers is not None else None
+    names = [] if remote is None else [name for name in remote.paths_below(path) if name not in known]
     found = transfers().map(partial(observe_to_read, store), names)
     return {each.path: each.manifest for each in found if each.draft is not None}
 
