@@ -52,7 +52,7 @@ ALLOWED = {
     "host": FORMATS,
     "device": FORMATS,
     "store": BELOW_STORE,
-    "peers": BELOW_STORE,
+    "peers": BELOW_SESSION,
     "flusher": BELOW_STORE | {"store", "peers"},
     "session": BELOW_SESSION,
     "fs": BELOW_FACES,

@@ -14,7 +14,7 @@ from tierfs.host.rpc.launch import Launched, _open_log
 zygote = Zygote(
     "tierfs.cli.commands.flusher",
     "tierfs.flusher.engine",
-    "tierfs.flusher.peering",
+    "tierfs.peers.peering",
     "tierfs.flusher.publish",
     "tierfs.flusher.server",
     "tierfs.session.open",

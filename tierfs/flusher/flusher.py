@@ -43,9 +43,9 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.flusher.peering import Peering
     from tierfs.flusher.publish import StorePublisher
     from tierfs.host.host import Host
+    from tierfs.peers.peering import Peering
     from tierfs.peers.settings import PeerSettings
 
 SWEEP_S = 1.0
@@ -112,7 +112,7 @@ class Flusher:
 
         If it cannot, that is logged, counted and reported. Drafts go to the object tier without it.
         """
-        from tierfs.flusher.peering import Peering  # noqa: PLC0415 - loads TLS and the object tier, which few need
+        from tierfs.peers.peering import Peering  # noqa: PLC0415 - loads TLS and the object tier, which few need
 
         try:
             self._state.peering = self.peering = Peering(self._state, settings, host, store)

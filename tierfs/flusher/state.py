@@ -28,7 +28,7 @@ from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
-    from tierfs.flusher.peering import Peering
+    from tierfs.peers.peering import Peering
     from tierfs.peers.room import PeerRoom
     from tierfs.store.encode.pipeline import Pressure
 
