@@ -1,6 +1,7 @@
 """Layers import in one direction: no module imports a higher layer, not even inside a function, or in a circle."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,21 @@ GROUND = {
 }
 FORMATS = GROUND | {"format", "codec"}
 BELOW_STORE = FORMATS | {"objects", "host"}
-BELOW_SESSION = BELOW_STORE | {"store", "peers", "flusher"}
+BELOW_SESSION = BELOW_STORE | {"store", "flusher", "satellites"}
 BELOW_FACES = BELOW_SESSION | {"session"}
+CORE = BELOW_FACES | {"fs", "dcp", "device", "_building"}
+SATELLITES = {"cli", "train", "mount", "checkpoint", "peers", "plugs", "ui", "demo", "testing", "experimental"}
+# The registry, the package's own face, and advice for users of other frameworks.
+NAME_SATELLITES = {"satellites", "__init__", "urls_as_paths"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
-#     ground <- format | codec <- objects | host | device <- store | peers <- flusher <- session
-#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli <- ui; experimental stands on device and dcp
+#     ground <- format | codec <- objects | host | device <- store <- flusher <- session <- fs | dcp | peers
+#     <- checkpoint <- train <- demo | plugs <- cli <- ui; experimental stands on device and dcp
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
     "_building": set(),  # setuptools imports it alone
+    "satellites": set(),
     "threads": {"_fork"},
     "localfile": set(),
     "urls_as_paths": {"errors"},
@@ -52,23 +58,24 @@ ALLOWED = {
     "host": FORMATS,
     "device": FORMATS,
     "store": BELOW_STORE,
-    "peers": BELOW_SESSION,
-    "flusher": BELOW_STORE | {"store", "peers"},
+    "flusher": BELOW_STORE | {"store"},
     "session": BELOW_SESSION,
     "fs": BELOW_FACES,
     "dcp": BELOW_FACES | {"device"},
     "mount": BELOW_FACES,
+    "peers": BELOW_FACES,
     "train": BELOW_FACES | {"device", "dcp", "checkpoint"},
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "plugs": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "experimental": BELOW_FACES | {"device", "dcp"},
-    "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
+    "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount", "peers"},
     "ui": BELOW_FACES | {"dcp", "checkpoint", "train", "cli"},
     "testing": None,  # may import anything; no other layer imports it
     "__init__": {
         "errors",
         "urls_as_paths",
+        "satellites",
         "session",
         "fs",
         "dcp",
@@ -113,6 +120,16 @@ def test_a_module_imports_only_from_layers_below():
                 assert parts[1] in allowed or parts[1] == "__version__", f"{path} imports {name}, which lies above it"
             assert parts[0] != "torch" or room in TORCH_ALLOWED, f"{path} imports torch"
             assert room == "testing" or parts[:2] != ["tierfs", "testing"], f"{path} imports {name}"
+
+
+def test_no_file_of_the_core_imports_or_names_a_satellite():
+    named = re.compile(rf"tierfs\.({'|'.join(SATELLITES)})\b")
+    assert not CORE & SATELLITES
+    for path in modules():
+        room = room_of(path)
+        assert room in CORE | SATELLITES | NAME_SATELLITES, f"{room} is neither core nor satellite: add it here"
+        if room in CORE - NAME_SATELLITES:
+            assert not named.search(path.read_text()), f"{path} names {named.search(path.read_text())[0]}"
 
 
 def at_import(body):

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import TierfsError
+from tierfs.satellites import MOUNT
 from tierfs.urls_as_paths import refuse_urls_as_paths
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mount":  # a callable package
-        return import_module("tierfs.mount")
+    if name == "mount":
+        return import_module(MOUNT)
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tierfs' has no attribute {name!r}")

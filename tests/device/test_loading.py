@@ -20,7 +20,7 @@ from tierfs.dcp.load.shards import FileRange
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.envelope import by_chunk
-from tierfs.host import chunk_sources
+from tierfs.host.slab import segment
 from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 MIB = 1 << 20
@@ -154,7 +154,7 @@ def test_a_chunk_evicted_during_its_copy_is_no_damage(fake, url, monkeypatch, ca
             source = np.zeros_like(source)  # the next owner's bytes
         copy(target, source)
 
-    monkeypatch.setattr(chunk_sources.np, "copyto", evict_first)
+    monkeypatch.setattr(segment.np, "copyto", evict_first)
     found = zeros(fake, wanted)
     load(fake, url, found)
     assert copied

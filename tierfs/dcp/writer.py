@@ -110,7 +110,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
     Attributes:
-        facts: ``kind`` and ``run`` for the metadata of the next save. `tierfs.train` sets them.
+        facts: ``kind`` and ``run`` for the metadata of the next save. the manager of a training run sets them.
 
     Raises:
         InvalidInputError: An argument is invalid.

@@ -28,8 +28,8 @@ from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:
+    from tierfs.flusher.exchange import Replication
     from tierfs.flusher.publish import StorePublisher
-    from tierfs.peers.settings import PeerSettings
 
 _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
@@ -154,7 +154,7 @@ class FlushEngine:
                 key = str(arguments["key"])
                 return lambda: flusher.report_damage(key)
             case "peers":
-                return lambda: {} if flusher.peering is None else flusher.peering.hosts()
+                return lambda: {} if flusher.exchange is None else flusher.exchange.hosts()
             case "discard":
                 path = str(arguments["path"])
                 return lambda: {"discarded": flusher.discard(path)}
@@ -182,7 +182,7 @@ def build_engine(
     clock: Clock | None = None,
     faults: Faults = no_faults,
     fallbacks: Sequence[str] = (),
-    peers: PeerSettings | None = None,
+    replication: Replication | None = None,
 ) -> FlushEngine:
     """Build the engine of a flusher, to be run by a `Service`.
 
@@ -196,7 +196,7 @@ def build_engine(
         publisher: Publishes to the store if there is no ``connect``.
         faults: Called before and after each ordered step.
         fallbacks: Counters to increment at the start: the fallbacks of this process so far.
-        peers: The settings of replication to other hosts; ``None`` if it is off.
+        replication: The settings of replication to other hosts; ``None`` if it is off.
     """
     clock = clock or SystemClock()
 
@@ -220,8 +220,8 @@ def build_engine(
             flusher.use(publisher)
         if own is not None:
             flusher.hand_over(own)
-        if peers is not None:
-            flusher.join(peers, host, uuid)
+        if replication is not None:
+            flusher.join(replication, host, uuid)
         return flusher
 
     return FlushEngine(build)

@@ -43,10 +43,9 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
+    from tierfs.flusher.exchange import DraftExchange, Replication
     from tierfs.flusher.publish import StorePublisher
     from tierfs.host.host import Host
-    from tierfs.peers.peering import Peering
-    from tierfs.peers.settings import PeerSettings
 
 SWEEP_S = 1.0
 # A request that waits for many drafts checks them for at most about a tenth of its time.
@@ -77,7 +76,7 @@ class Flusher:
         scan: Finds drafts.
         persister: Moves drafts, and chunks for later reads, to the nvme tier.
         uploader: Moves drafts to the object tier.
-        peering: Exchanges drafts with other hosts; ``None`` unless `join` was called.
+        exchange: Exchanges drafts with other hosts; ``None`` unless `join` was called.
     """
 
     def __init__(
@@ -102,30 +101,28 @@ class Flusher:
         self.persister = NvmePersister(self._state)
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
-        self.peering: Peering | None = None
-        self.peer_problem = ""
+        self.exchange: DraftExchange | None = None
+        self._no_exchange = ""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def join(self, settings: PeerSettings, host: Host, store: str) -> None:
-        """Exchange drafts with other hosts from `start` on: see `Peering` for the arguments.
+    def join(self, replication: Replication, host: Host, store: str) -> None:
+        """Exchange drafts with other hosts from `start` on.
 
         If it cannot, that is logged, counted and reported. Drafts go to the object tier without it.
         """
-        from tierfs.peers.peering import Peering  # noqa: PLC0415 - loads TLS and the object tier, which few need
-
         try:
-            self._state.peering = self.peering = Peering(self._state, settings, host, store)
+            self._state.exchange = self.exchange = replication.exchange(self._state, host, store)
         except TierfsError as error:
             self.counters["peers_unavailable"] += 1
-            self.peer_problem = str(error)
+            self._no_exchange = str(error)
             _logger.warning("no change is held on other hosts: %s", error)
 
     def start(self) -> None:
         """Find the drafts in the tiers, and start the threads."""
         self.scan.resume()
-        if self.peering is not None:
-            self.peering.start()
+        if self.exchange is not None:
+            self.exchange.start()
         for target in (self._persist, self._upload):
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
@@ -140,8 +137,8 @@ class Flusher:
             state.stopping = True
             state.changed.notify_all()
         self.uploader.pace.stop()
-        if self.peering is not None:
-            self.peering.stop()
+        if self.exchange is not None:
+            self.exchange.stop()
         for thread in self._threads:
             thread.join()
 
@@ -185,7 +182,7 @@ class Flusher:
 
     def is_idle(self) -> bool:
         """Return whether no drafts are in flight except conflicts, and all segments can be opened."""
-        if self._state.ram.unread() or (self.peering is not None and self.peering.is_busy()):
+        if self._state.ram.unread() or (self.exchange is not None and self.exchange.is_busy()):
             return False
         self.scan.discover()
         with self._state.changed:
@@ -340,7 +337,7 @@ class Flusher:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
-        if level is Level.PEER and self.peering is not None and entry.past_nvme:
+        if level is Level.PEER and self.exchange is not None and entry.past_nvme:
             return  # other hosts may still take the draft, whatever the object tier says
         # Conflicts only block publication, so they matter only if the draft still has to be published for this level.
         is_blocked = state.entries.has_conflicts and (entry.past_nvme or level > state.local_level)
@@ -387,8 +384,8 @@ class Flusher:
             is_busy = state.entries.is_busy
             state.changed.wait_for(lambda: not any(map(is_busy, self._discardable(path))), DISCARD_S)
             kept = [entry for entry in self._discardable(path) if not is_busy(entry)]
-        if state.peering is not None:
-            state.peering.tell_gone(kept)
+        if self.exchange is not None:
+            self.exchange.tell_gone(kept)
         for entry in reversed(kept):
             if entry.room is not None:
                 entry.room.forget([entry.draft.write_id])
@@ -446,7 +443,7 @@ class Flusher:
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "nvme_evicted_bytes": usage.evicted_bytes if usage is not None else 0,
                 "counters": dict(state.counters),
-                **({} if self.peering is None else {"peers": self.peering.report()}),
-                **({"peer_problem": self.peer_problem} if self.peer_problem else {}),
+                **({} if self.exchange is None else {"peers": self.exchange.report()}),
+                **({"peer_problem": self._no_exchange} if self._no_exchange else {}),
                 **state.access.asked(),
             }

@@ -25,7 +25,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
-    from tierfs.peers.room import PeerRoom
+    from tierfs.flusher.exchange import LentRoom
     from tierfs.store.encode.keyframes import FilePlan
 
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
@@ -91,7 +91,7 @@ class FlushItem:
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
     plan: FilePlan | None = None
-    room: PeerRoom | None = None
+    room: LentRoom | None = None
     holders: set[str] = field(default_factory=set)
     is_held: bool = False
     stage: FlushStage = FlushStage.WAITING

@@ -28,8 +28,7 @@ from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
-    from tierfs.peers.peering import Peering
-    from tierfs.peers.room import PeerRoom
+    from tierfs.flusher.exchange import DraftExchange
     from tierfs.store.encode.pipeline import Pressure
 
 RETRY_S_MIN = 0.25
@@ -63,8 +62,7 @@ class FlushState:
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
         object_waits: Number of changes that wait until the object tier has them.
         counters: Counts of events, by name.
-        room: The drafts of other hosts; ``None`` if there are no peers.
-        peering: The exchange with other hosts; ``None`` if there are no peers.
+        exchange: The exchange of drafts with other hosts; ``None`` if there is none.
         local_level: The level of a draft in the nvme tier.
         nvme_bytes: The nvme tier's budget; 0 if there is no nvme tier.
         fault: Called before and after each ordered step.
@@ -94,8 +92,7 @@ class FlushState:
         self.moved_at = clock.monotonic()
         self.local_waits = self.object_waits = 0
         self.counters: Counter[str] = Counter()
-        self.room: PeerRoom | None = None
-        self.peering: Peering | None = None
+        self.exchange: DraftExchange | None = None
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
@@ -161,7 +158,7 @@ class FlushState:
         tiers: list[ChunkTier] = [RamChunks(self.ram, self.counters, bad, slots=slots, is_mapped=False)]
         if self.nvme is not None:
             tiers.append(FileChunks(self.nvme, self.nvme.quarantine, self.counters, bad))
-        rooms = [] if self.room is None else self.room.tiers
+        rooms = () if self.exchange is None else self.exchange.room.tiers
         tiers += [FileChunks(room, room.quarantine, self.counters, bad, name="room") for room in rooms]
         return ChunkSources(kind, tiers)
 

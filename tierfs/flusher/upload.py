@@ -124,8 +124,8 @@ class Uploader:
 
     def _is_forgotten(self, entry: FlushItem) -> bool:
         """Return whether a draft is of another host, and that host publishes it, or has done so."""
-        peering = self._state.peering
-        return entry.room is not None and peering is not None and not peering.may_publish(entry)
+        exchange = self._state.exchange
+        return entry.room is not None and exchange is not None and not exchange.may_publish(entry)
 
     def _upload_and_publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
@@ -274,11 +274,11 @@ class Uploader:
         try:
             publisher.publish(entry.draft, entry.plan, rows, state.sources_of(entry.draft))
         except ConflictError:
-            # With peers, this draft may have been published on another host, and the next one of its path, too.
+            # This draft may have been published on another host, and the next one of its path, too.
             with state.changed:
                 others = [each for each in state.entries.dependents(entry) if each.path == entry.path]
             later = {each.draft.write_id for each in (entry, *others)}
-            if state.peering is None or not publisher.is_replaced(entry.draft, later, is_held=entry.room is not None):
+            if state.exchange is None or not publisher.is_replaced(entry.draft, later, is_held=entry.room is not None):
                 raise
         finally:
             publisher.tell_host()
@@ -298,13 +298,13 @@ class Uploader:
             return  # an earlier call released them, too
         try:
             state.fault("before finish.release")
-            if state.peering is not None:
+            if state.exchange is not None:
                 # First, so that no host still holds a draft when the next one of its path is published.
-                state.peering.tell_gone(done)
+                state.exchange.tell_gone(done)
             if state.nvme is not None:
                 state.nvme.forget_drafts(*[entry.number for entry in done if entry.number is not None])
-            if state.room is not None:
-                state.room.finish([entry.draft.write_id for entry in done if entry.room is not None])
+            if state.exchange is not None:
+                state.exchange.room.finish([entry.draft.write_id for entry in done if entry.room is not None])
             for entry in done:
                 if entry.room is None and entry.slot is not None:
                     state.release(entry.draft, entry.slot)

@@ -15,21 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, DigestKind
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.envelope import BlockTargets, Envelope, Part, block_count
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 if TYPE_CHECKING:
     from tierfs.format.manifest import Row
     from tierfs.host.nvme.reader import NvmeReader
     from tierfs.host.nvme.tier import NvmeTier
+    from tierfs.host.slab.ram import RamTier
     from tierfs.host.slab.segment import Slot
 
 _KINDS = {int(kind): kind for kind in DigestKind}
@@ -309,9 +306,7 @@ class RamChunks:
         return slot is not None
 
     def chunks(self) -> Iterator[tuple[bytes, int]]:
-        segments = self._ram.segments()
-        slots = [slot for each in segments for slot in each.slots(kind=SlotKind.CHUNK, states=DATA_STATES)]
-        yield from sorted({slot.name: slot.length for slot in slots if not slot.hidden}.items())
+        return iter(self._ram.chunks())
 
 
 class _SlotCopy:
@@ -325,8 +320,7 @@ class _SlotCopy:
         if start + len(out) > slot.length:
             raise NotFoundError(f"{slot.segment} has another chunk in this slot", tier="ram")
         if self._tier._is_mapped:
-            source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
-            np.copyto(np.frombuffer(out, dtype=np.uint8), source[start : start + len(out)])
+            slot.segment.copy(slot, start, out)
             slot.segment.touch(slot)
         else:
             slot.segment.read(slot, start, out)

@@ -198,7 +198,7 @@ def is_pending(state: Path, directory: Path) -> bool:
         return True  # unreadable tiers may have pending changes
 
 
-def peer_places(host: Host, uuid: str) -> tuple[Path, Path]:
+def lent_places(host: Host, uuid: str) -> tuple[Path, Path]:
     """Return the directories of what a host holds for other hosts: in shared memory, and on the disk."""
     return host.segments / f"peers-{uuid}", host.store_directory(uuid) / "peers"
 
@@ -224,7 +224,7 @@ def _check_nothing_is_needed(host: Host, directory: Path, store: LocalStore) -> 
             f"{shlex.quote(store.place)}` brings them down, or names the conflicts",
             path=store.place,
         )
-    places = peer_places(host, store.uuid)
+    places = lent_places(host, store.uuid)
     held = [draft for place in places for draft in NvmeReader(place).drafts_below("", conflicts=True)]
     if held:
         raise StoreError(
@@ -267,7 +267,7 @@ def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
                     return size
                 ram.reclaim(lambda _segment: ())
                 ram.reap()
-                held = peer_places(host, store.uuid)[0]
+                held = lent_places(host, store.uuid)[0]
                 if held.exists():
                     shutil.rmtree(held)
             try:

@@ -101,7 +101,7 @@ Use: TypeAlias = Callable[[ObjectInfo, Take], object]
 
 
 class ObjectTier(Protocol):
-    """A place to store objects. Conformance suite: `tierfs.testing.ObjectTierTests`."""
+    """A place to store objects. Conformance suite: `ObjectTierTests`."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -28,7 +28,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
-from tierfs.host.local_state import peer_places
+from tierfs.host.local_state import lent_places
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.pending.levels import Level
 from tierfs.peers.client import PeerClient
@@ -78,8 +78,8 @@ class Peering:
         self._boot = boot_id()
         directory = host.store_directory(store)
         self._identity = Identity(directory)
-        places = zip(peer_places(host, store), (settings.ram_bytes, settings.nvme_bytes), strict=True)
-        self.room = state.room = PeerRoom(list(places), directory / "peers.published", state.clock, state.fault)
+        places = zip(lent_places(host, store), (settings.ram_bytes, settings.nvme_bytes), strict=True)
+        self.room = PeerRoom(list(places), directory / "peers.published", state.clock, state.fault)
         self.members = Members(self._identity, settings, state.clock)
         self._pace = Pace(state.clock, settings.bandwidth)
         self._server = PeerServer(

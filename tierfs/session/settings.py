@@ -12,7 +12,9 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.filesystems import filesystem_of, is_durable
@@ -20,13 +22,15 @@ from tierfs.host.host import state_directory
 from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
-from tierfs.peers.settings import PEERS_MAX, PeerSettings, parse_hosts, parse_listen
+from tierfs.satellites import REPLICATION
 from tierfs.store.encode.pipeline import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
+if TYPE_CHECKING:
+    from tierfs.flusher.exchange import Replication
+
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
-PEER_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
 PEER_OPTIONS = (
@@ -143,7 +147,7 @@ class ResolvedTiers:
     bandwidth: int = 0
     codecs: Codecs = AUTO
     device_bytes: int = 0
-    peers: PeerSettings | None = None
+    replication: Replication | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -169,13 +173,13 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
     nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
-    ack, peers = (
-        Level.parse(options.ack) if options.ack else (Level.OBJECT if spans_hosts() else Level.LOCAL),
-        _peers(options, free_bytes),
-    )
-    if peers is not None and not (ram_bytes or nvme_bytes):
+    ack = Level.parse(options.ack) if options.ack else (Level.OBJECT if spans_hosts() else Level.LOCAL)
+    replication: Replication | None = None
+    if options.peers not in {None, 0, "0"}:
+        replication = import_module(REPLICATION).replication_of(options, free_bytes)
+    if replication is not None and not (ram_bytes or nvme_bytes):
         raise InvalidInputError("peers= needs a ram or nvme tier on this host, and both are switched off")
-    if ack is Level.PEER and peers is None:
+    if ack is Level.PEER and replication is None:
         raise InvalidInputError(
             "ack='peer' needs other hosts: set peers= and peer_listen= (TIERFS_PEERS, TIERFS_PEER_LISTEN)"
         )
@@ -188,7 +192,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         bandwidth=size_of("bandwidth", 0 if options.bandwidth is None else options.bandwidth),
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
         device_bytes=size_of("device", 0 if options.device is None else options.device),
-        peers=peers,
+        replication=replication,
         problems={tier: problem for tier, problem in problems.items() if problem},
     )
 
@@ -199,40 +203,6 @@ def size_of(name: str, given: float | str, whole: int | None = None) -> int:
         return parse_size(given) if whole is None else parse_share(given, whole)
     except InvalidInputError as error:
         raise InvalidInputError(f"{name}: {error}") from None
-
-
-def _peers(options: TierOptions, free_bytes: int) -> PeerSettings | None:
-    """Return the settings of replication to other hosts; ``None`` if it is off.
-
-    Raises:
-        InvalidInputError: A value is invalid, or there is no address to listen at.
-    """
-    if options.peers in (None, 0, "0"):
-        return None
-    try:
-        count = int(str(options.peers))
-    except ValueError:
-        count = -1
-    if not 1 <= count <= PEERS_MAX:
-        raise InvalidInputError(f"peers={options.peers!r} is not a number from 0 to {PEERS_MAX}")
-    if not options.peer_listen:
-        raise InvalidInputError(
-            f"peers={count} needs the address at which this host listens: set peer_listen= (TIERFS_PEER_LISTEN)"
-        )
-    address, port = parse_listen(options.peer_listen)
-    given = (options.peer_ram, options.peer_nvme)
-    ram, nvme = (PEER_SHARE if value is None else value for value in given)
-    return PeerSettings(
-        count,
-        address,
-        port,
-        options.peer_domain or "",
-        size_of("peer_ram", ram, memory_limit()),
-        size_of("peer_nvme", nvme, free_bytes),
-        size_of("peer_bandwidth", options.peer_bandwidth or 0),
-        hosts=parse_hosts(options.peer_hosts or ""),
-        reads_once=str(options.peer_share or 0) != "0",
-    )
 
 
 def _timeout(given: float | str | None) -> float | None:

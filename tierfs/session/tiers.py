@@ -1,6 +1,6 @@
 """Compose the local tiers of a store on this host, and the flusher behind them, once per process and store.
 
-A flusher is a separate process, started as ``python -m tierfs.cli flusher run``. It is a thread of this process if a
+A flusher is a separate process, started as ``tierfs flusher run``. It is a thread of this process if a
 process cannot do the work: because the object tier belongs to this process alone, or because its options cannot be sent
 to another process. Both are reached over the same socket, so callers see no difference.
 """
@@ -32,6 +32,7 @@ from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
 from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.tiers import Tiers
+from tierfs.satellites import COMMAND_LINE
 from tierfs.session.exit import finish_at_exit
 from tierfs.session.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
@@ -127,11 +128,9 @@ def tiers_for(
         clock=clock,
         problems=settings.problems,
     )
-    if settings.peers is not None:
-        reads_once = settings.peers.reads_once and not target.host_local
-        from tierfs.peers.reads import PeerReader  # noqa: PLC0415 - loads TLS, which few need
-
-        tiers.join(PeerReader(directory, target.uuid, tiers.flusher, tiers.counters, clock, reads_once=reads_once))
+    if settings.replication is not None:
+        where = directory, target.uuid, tiers.flusher, tiers.counters, clock
+        tiers.join(settings.replication.remote(*where, is_near=target.host_local))
     for tier, problem in settings.problems.items():
         # The text has the disk's free space, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
@@ -217,11 +216,11 @@ class Launcher:
             self._start_thread("only this process can reach its object tier")
             return None
         settings = self._settings
-        argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
+        argv = [sys.executable, "-m", COMMAND_LINE, "flusher", "run", self._target.url, "--uuid", self._target.uuid]
         argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
         argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
         argv += ["--codecs", self._codecs or str(settings.codecs)]
-        argv += [] if settings.peers is None else settings.peers.arguments()
+        argv += [] if settings.replication is None else settings.replication.arguments()
         try:
             return spawn(argv, self._directory / LOG_NAME)
         except OSError as error:
@@ -244,7 +243,7 @@ class Launcher:
             bandwidth=self._settings.bandwidth,
             publisher=publisher_of(self._connect, self._host),
             clock=self._clock,
-            peers=self._settings.peers,
+            replication=self._settings.replication,
         )
         service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
         thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)

@@ -240,7 +240,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         bandwidth=parse_size(arguments.bandwidth or 0),
         own=own,
         fallbacks=fallbacks,
-        peers=_told_peers(arguments),
+        replication=_told_peers(arguments),
     )
     return engine, host.store_directory(uuid)
 
@@ -336,7 +336,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         nvme_bytes=nvme,
         bandwidth=settings.bandwidth,
         publisher=publisher,
-        peers=settings.peers,
+        replication=settings.replication,
     )
     gc_every_s = None if arguments.gc_every is None else parse_time(arguments.gc_every, "--gc-every")
     scrub_bandwidth = parse_size(arguments.scrub_bandwidth or 0)

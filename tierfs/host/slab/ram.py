@@ -24,7 +24,7 @@ from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.pool import SegmentPool
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import OldSegmentError
-from tierfs.host.slab.table import Layout, SlotKind, SlotState, padded
+from tierfs.host.slab.table import DATA_STATES, Layout, SlotKind, SlotState, padded
 from tierfs.units import format_bytes
 
 # The kernel's clock for a folder's timestamp may stand still for some milliseconds: a second change within that time
@@ -239,6 +239,11 @@ class RamTier:
             if slot is not None:
                 return slot
         return None
+
+    def chunks(self) -> list[tuple[bytes, int]]:
+        """Return names and lengths of the chunks that `find` may return, sorted by name."""
+        slots = [slot for each in self.segments() for slot in each.slots(kind=SlotKind.CHUNK, states=DATA_STATES)]
+        return sorted({slot.name: slot.length for slot in slots if not slot.hidden}.items())
 
     def drafts(self, states: Collection[SlotState] = (SlotState.SEALED,)) -> list[Slot]:
         """Return the drafts in these states, in the order of sealing."""

@@ -488,6 +488,11 @@ class Segment:
                 raise CorruptionError(f"{self} was cut short", path=str(self.path), tier="ram")
             done += count
 
+    def copy(self, slot: Slot, start: int, out: memoryview) -> None:
+        """Copy bytes as `read` does, through the mapping: that takes half the time, and a truncated file is fatal."""
+        source = np.frombuffer(self.view(slot), dtype=np.uint8)
+        np.copyto(np.frombuffer(out, dtype=np.uint8), source[start : start + len(out)])
+
     def read_all(self, slot: Slot) -> bytes | None:
         """Return the bytes of a slot; None if the slot was reused. Raises as `read` does."""
         data = bytearray(slot.length)
