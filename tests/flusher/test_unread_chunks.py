@@ -148,7 +148,7 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
 
     draft = pending()
     draft.while_asked = down
-    draft.state.nvme = SimpleNamespace(has=lambda _: False, protect=lambda _: None)
+    draft.state.nvme = SimpleNamespace(holds=lambda _: False, protect=lambda _: None)
     draft.state.nvme_bytes = MIB
     if not is_told:
         draft.state.access = Access()
@@ -164,7 +164,7 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
 
 def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     draft = pending()
-    draft.state.nvme = SimpleNamespace(has=lambda _: False, protect=lambda _: None)
+    draft.state.nvme = SimpleNamespace(holds=lambda _: False, protect=lambda _: None)
     draft.state.nvme_bytes = MIB
     draft.entry.stage = FlushStage.WAITING
     persister = NvmePersister(draft.state)

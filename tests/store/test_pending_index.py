@@ -11,7 +11,7 @@ from tierfs.errors import StoreError
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import Segment
-from tierfs.store import level_of, wait
+from tierfs.store import level_of, load, wait
 from tierfs.store.write.writer import Writer
 
 
@@ -43,6 +43,25 @@ def test_a_draft_that_was_unreadable_once_is_found_later(make_host, monkeypatch)
                 pending(host, "b")
         assert pending(host, "b") == 30
         assert pending(host, "a") == 20
+
+
+def test_the_flusher_retries_a_draft_that_it_cannot_read_now(make_host, monkeypatch):
+    host = make_host()
+    save_at(host.store, "first", b"1", Level.LOCAL)  # starts the flusher
+    read = Segment.read_all  # the one way to a draft in memory
+
+    def fail(segment, slot):
+        if threading.current_thread() is threading.main_thread():
+            return read(segment, slot)
+        raise StoreError("the memory cannot be read just now", tier="ram")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Segment, "read_all", fail)
+        put(host, "b", b"2")
+        with pytest.raises((StoreError, TimeoutError)):
+            wait(host.store, "b", Level.LOCAL, timeout_s=0.3)
+    wait(host.store, "b", Level.OBJECT, timeout_s=HANG_S)
+    assert load(host.plain(), "b") == b"2"
 
 
 def test_the_newest_of_several_drafts_of_a_path_counts(make_host):

@@ -10,7 +10,7 @@ from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
 from tierfs.format.keys import is_at_or_below
-from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.record import Draft, SlotRef, discard_advice
 from tierfs.host.pending.scan import KEPT, damaged_segment
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.table import SlotKind, SlotState
@@ -48,7 +48,7 @@ class PendingScan:
         if state.nvme is not None:
             for stored in state.nvme.drafts():
                 try:
-                    draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
+                    draft = Draft.in_nvme(stored)
                 except TierfsError as error:
                     self._lost[stored.write_id] = stored.path, stored.seq
                     lost = stored.path or "a file"
@@ -105,15 +105,13 @@ class PendingScan:
             if (known is not None and known.slot is not None) or slot.name in self._ram_only:
                 return
         where = segment.meta(slot).decode(errors="replace")
-        data = segment.read_all(slot)
-        if data is None:
-            return
-        try:
-            draft = Draft.decode(data, f"draft in slab {segment.id}")
-        except TierfsError as error:
+        draft = Draft.in_slot(slot)
+        if isinstance(draft, TierfsError):
             if slot.name not in self._lost:
                 self._lost[slot.name] = where, slot
-                _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
+                _logger.error("a draft cannot be read and stays where it is: %s", draft)
+            return
+        if draft is None:
             return
         if draft.is_ram_only:
             self._ram_only[draft.write_id] = draft
@@ -149,8 +147,7 @@ class PendingScan:
             raise damaged_segment(name, error, path)
         for where, place in list(self._lost.values()):
             if not where or is_at_or_below(where, path):
-                of = "" if where else " for the store's root"
-                advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
+                advice = discard_advice(where)
                 if where and isinstance(place, int):  # an unreadable draft in a slab also keeps writers from its path
                     advice = "write it again, or discard it with `tierfs flusher discard`"
                 raise CorruptionError(

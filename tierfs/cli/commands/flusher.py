@@ -249,12 +249,10 @@ def _told_peers(arguments: argparse.Namespace) -> PeerSettings | None:
     """Return the settings of replication with which the client started this process."""
     if arguments.peers is None:
         return None
-    from tierfs.peers.settings import PeerSettings, parse_hosts, parse_listen  # noqa: PLC0415 - only with peers
+    from tierfs.peers.settings import replication_of  # noqa: PLC0415 - only with peers
+    from tierfs.session.settings import PEER_OPTIONS, TierOptions  # noqa: PLC0415
 
-    ram, nvme, rate = (parse_size(getattr(arguments, f"peer_{name}") or 0) for name in ("ram", "nvme", "bandwidth"))
-    address, port = parse_listen(arguments.peer_listen)
-    hosts = parse_hosts(arguments.peer_hosts or "")
-    return PeerSettings(int(arguments.peers), address, port, arguments.peer_domain or "", ram, nvme, rate, hosts=hosts)
+    return replication_of(TierOptions(**{name: getattr(arguments, name, None) for name in PEER_OPTIONS}), 0)
 
 
 def give_way(session: Path = _SESSION) -> bool:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from tierfs import digest
 from tierfs.checked_json import parse_object
-from tierfs.errors import CorruptionError, FormatError
+from tierfs.errors import CorruptionError, FormatError, TierfsError
 from tierfs.format.manifest import Manifest, Record, Tombstone, decode_record
 
 if TYPE_CHECKING:
+    from tierfs.host.nvme.batch import StoredDraft
     from tierfs.host.slab.segment import Slot
 
 DRAFT_VERSION = 1
@@ -140,6 +141,28 @@ class Draft:
         return bytes(out) + digest.checksum(out)
 
     @classmethod
+    def in_slot(cls, slot: Slot) -> Draft | TierfsError | None:
+        """Decode the draft in a slot. Raises as `Segment.read`, so that what cannot be read now is not taken for damage.
+
+        Returns:
+            None if the slot was reused; the error if its bytes are not a draft that this tierfs reads.
+        """
+        data = slot.segment.read_all(slot)
+        try:
+            return None if data is None else cls.decode(data, f"a draft in slab {slot.segment.id}")
+        except TierfsError as error:
+            return error
+
+    @classmethod
+    def in_nvme(cls, stored: StoredDraft) -> Draft:
+        """Decode a draft in the nvme tier. Raises as `decode`; the error says how to discard a damaged draft."""
+        where = f"{stored.path or 'a file of this host'}: draft {stored.seq} in the nvme tier"
+        try:
+            return cls.decode(stored.data, where)
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}: {discard_advice(stored.path)}", path=stored.path, tier="nvme") from error
+
+    @classmethod
     def decode(cls, data: bytes | memoryview, where: str) -> Draft:
         """Decode a draft. ``where`` names its location in errors.
 
@@ -181,6 +204,12 @@ class Draft:
             slots.append(None if (segment, index, serial) == _NO_SLOT else SlotRef(segment.hex(), index, serial))
         is_ram_only = head.get("is_ram_only") is True
         return cls(path, record, base, tuple(slots), after, boot, stamp_ns, is_ram_only)
+
+
+def discard_advice(path: str) -> str:
+    """Return the advice for a draft that cannot be decoded. ``path`` is empty if it is unknown, too."""
+    of = "" if path else " for the store's root"
+    return f"discard it with `tierfs flusher discard`{of}, and write it again"
 
 
 def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:

@@ -55,15 +55,11 @@ class DecodedDrafts:
         known = self._find(key)
         if known is not None:
             return known
-        data = slot.segment.read_all(slot)
-        if data is None:
+        draft = Draft.in_slot(slot)
+        if isinstance(draft, TierfsError):
+            self._counters.say(f"draft:{key}", "a draft cannot be read and is ignored: %s", draft)
             return None
-        try:
-            draft = Draft.decode(data, f"a draft in slab {slot.segment.id}")
-        except TierfsError as error:
-            self._counters.say(f"draft:{key}", "a draft cannot be read and is ignored: %s", error)
-            return None
-        return self._remember(key, draft)
+        return None if draft is None else self._remember(key, draft)
 
     @staticmethod
     def damaged_in_slot(slot: Slot) -> list[str]:
@@ -81,16 +77,7 @@ class DecodedDrafts:
             CorruptionError, FormatError: The draft cannot be decoded.
         """
         key = ("nvme", stored.write_id)
-        known = self._find(key)
-        if known is not None:
-            return known
-        where = f"{stored.path or 'a file of this host'}: draft {stored.seq} in the nvme tier"
-        try:
-            return self._remember(key, Draft.decode(stored.data, where))
-        except CorruptionError as error:
-            of = "" if stored.path else " for the store's root"
-            advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
-            raise CorruptionError(f"{error}: {advice}", path=stored.path, tier="nvme") from error
+        return self._find(key) or self._remember(key, Draft.in_nvme(stored))
 
     def readable(self, stored: StoredDraft) -> Draft | None:
         """Return a draft in the nvme tier, or log it and return ``None`` if it cannot be decoded."""
