@@ -20,6 +20,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 BLOCK_BYTES = 1 << 20
 CHUNK_BLOCKS = 16
 CHUNK_BYTES = BLOCK_BYTES * CHUNK_BLOCKS
+_FOREIGN = 0xF0
 
 
 class DigestKind(enum.IntEnum):
@@ -92,3 +93,13 @@ def checksum(*pieces: Buffer) -> bytes:
     for piece in pieces:
         state.update(piece)
     return state.digest()
+
+
+def local_name(kind: DigestKind, chunk_digest: bytes) -> bytes:
+    """Return the name that a chunk with this digest has in the local tiers."""
+    return bytes((kind,)) + chunk_digest
+
+
+def foreign_name(key: str, version: str, offset: int) -> bytes:
+    """Return the local name of the chunk at ``offset`` of one version of an object that tierfs did not write."""
+    return bytes((_FOREIGN,)) + checksum(key.encode(), b"\0", version.encode(), offset.to_bytes(8, "little"))

@@ -8,7 +8,7 @@ import pytest
 
 from tierfs import digest
 from tierfs.clock import SystemClock
-from tierfs.digest import DigestKind
+from tierfs.digest import DigestKind, local_name
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.access import Access
 from tierfs.flusher.nvme import WAITS_MAX, NvmePersister
@@ -18,7 +18,7 @@ from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
 from tierfs.host.host import Host
-from tierfs.host.pending.record import Draft, ObservedBase, SlotRef, local_name
+from tierfs.host.pending.record import Draft, ObservedBase, SlotRef
 from tierfs.host.slab import ram
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment

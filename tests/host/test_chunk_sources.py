@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from tierfs.clock import SystemClock
-from tierfs.digest import DigestKind, digests_of
+from tierfs.digest import DigestKind, digests_of, local_name
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.chunk_sources import ChunkSources, FileChunks, RamChunks
 from tierfs.host.host import Host
-from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.table import SlotKind
 

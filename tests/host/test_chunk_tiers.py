@@ -10,7 +10,7 @@ import pytest
 from support.nvme_tools import file_named
 
 from tierfs.clock import SystemClock
-from tierfs.digest import BLOCK_BYTES, DigestKind, combine, digests_of
+from tierfs.digest import BLOCK_BYTES, DigestKind, combine, digests_of, foreign_name, local_name
 from tierfs.errors import NotFoundError
 from tierfs.format.envelope import STORE, Block, Envelope
 from tierfs.format.header import Kind
@@ -22,7 +22,7 @@ from tierfs.host.events import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
-from tierfs.host.pending.record import Draft, ObservedBase, foreign_name, local_name
+from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.table import SlotKind
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from tierfs.clock import SystemClock
-from tierfs.digest import BLOCK_BYTES, DigestKind, combine, digests_of
+from tierfs.digest import BLOCK_BYTES, DigestKind, combine, digests_of, local_name
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import PeerRecord
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.chunk_sources import ChunkSources
 from tierfs.host.events import Counters
-from tierfs.host.pending.record import Draft, ObservedBase, local_name
+from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.peers.members import MEMBERS_FILE
 from tierfs.peers.reads import PeerReader
 from tierfs.peers.settings import Identity

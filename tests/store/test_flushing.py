@@ -14,7 +14,7 @@ from support.tiered import BIG, MIB, Host, content, save_at
 from support.waiting import HANG_S, until
 
 from tierfs import digest
-from tierfs.digest import DigestKind
+from tierfs.digest import DigestKind, local_name
 from tierfs.errors import (
     CapacityError,
     ConflictError,
@@ -32,7 +32,6 @@ from tierfs.format import keys
 from tierfs.host.nvme.batch import DraftBatches
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import local_name
 from tierfs.host.rpc.client import FlusherClient, NoAnswerError
 from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import Segment

@@ -16,6 +16,7 @@ from support.tiered import BIG, MIB, Gate, Host, content, save_at
 from support.waiting import HANG_S
 
 from tierfs.buffers import PAGE_BYTES
+from tierfs.digest import local_name
 from tierfs.errors import (
     ConflictError,
     CorruptionError,
@@ -29,7 +30,6 @@ from tierfs.host.chunk_sources import ChunkRequest
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import local_name
 from tierfs.host.pending.scan import StagedIndex
 from tierfs.host.slab import pool
 from tierfs.host.slab.table import HEAD_BYTES, SlotKind, SlotState

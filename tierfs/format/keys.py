@@ -114,6 +114,7 @@ def is_at_or_below(path: str, directory: str) -> bool:
     return not directory or path == directory or path.startswith(f"{directory}/")
 
 
+@functools.lru_cache(maxsize=1024)  # a program looks at a file again and again
 def record_key(path: str) -> str:
     """Return the key of the record of the file ``path``: its manifest, or its tombstone."""
     return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "!"

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, DigestKind
+from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, DigestKind, local_name
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.envelope import BlockTargets, Envelope, Part, block_count
-from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.host.pending.record import SlotRef
 
 if TYPE_CHECKING:
     from tierfs.format.manifest import Row

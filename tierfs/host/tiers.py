@@ -96,6 +96,7 @@ class Tiers:
         self.remote: RemoteDrafts | None = None
         self.counters = counters = Counters()
         self.away_until_s = 0.0
+        self.is_closed = False
         self._clock = clock
         self._fault = no_faults  # tests fail there
         self._ended = threading.Event()
@@ -228,12 +229,9 @@ class Tiers:
             except (TierfsError, TimeoutError) as error:
                 self.counters.fall_back("kept_damage", text, error)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._ended.is_set()
-
     def close(self) -> None:
         """Release everything. Pending changes stay for the next flusher."""
+        self.is_closed = True
         self._ended.set()
         if self.remote is not None:
             self.remote.close()

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tierfs import store as verbs
+from tierfs.digest import local_name
 from tierfs.errors import TierfsError
 from tierfs.format.keys import inside
-from tierfs.host.pending.record import local_name
 from tierfs.mount import wire
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node

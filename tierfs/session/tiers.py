@@ -122,7 +122,7 @@ def tiers_for(
         kind=target.kind,
         has_nvme=bool(settings.nvme_bytes),
         gives_local=is_durable(filesystem_of(directory)),
-        keeps_reads=bool(settings.ram_bytes) and not target.host_local,
+        keeps_reads=bool(settings.ram_bytes) and (target.process_local or not target.host_local),
         shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
         clock=clock,

@@ -23,13 +23,12 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.codec import Codec, Reason
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import BytesPlace, SavedItem
-from tierfs.digest import BLOCK_BYTES
+from tierfs.digest import BLOCK_BYTES, local_name
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format.envelope import Block, Envelope
 from tierfs.format.keys import inside
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import local_name
 from tierfs.store import level_of, stat
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows

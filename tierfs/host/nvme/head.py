@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import FormatError, ReadOnlyError
-from tierfs.host.filesystems import disk_errors
+from tierfs.gc_pause import untied
+from tierfs.host.filesystems import disk_errors, refused
 
 TIER, CHUNKS, DRAFTS = "nvme", "chunks", "drafts"
 """The tier's directory in the store's directory, and the directories in it."""
@@ -103,16 +104,14 @@ def read_head(tier: Path) -> TierHead | None:
         StoreError: The file cannot be read.
     """
     path = tier / HEAD_FILE
-    with disk_errors(path):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            check_old_arena(tier.parent)
-            return None
-        try:
-            data = os.pread(fd, _TIER.size, 0)
-        finally:
-            os.close(fd)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.read(_TIER.size)
+    except (FileNotFoundError, NotADirectoryError):
+        check_old_arena(tier.parent)
+        return None
+    except OSError as error:
+        raise refused(error, path, "cannot be used", tier="nvme") from untied(error)
     if len(data) < _TIER.size or not data.startswith(_TIER_MAGIC):
         return None
     _, *versions, budget, changes, used, dirty, chunks, damaged = _TIER.unpack(data)

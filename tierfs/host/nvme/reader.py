@@ -181,6 +181,8 @@ class NvmeReader:
         head = read_head(self._drafts.parent)
         if head is not None and head.changes == self._seen:
             return
+        if head is None and not self._batches and not os.path.exists(self._drafts):
+            return  # there is no tier
         self._seen = None  # in case of an error
         files, self._conflicts = list_batches(self._drafts)
         for file in self._batches.keys() - files.keys():

@@ -26,7 +26,6 @@ _HEAD = struct.Struct("<8sHHIII")
 _SLOT = struct.Struct("<16sIQ")
 _NO_SLOT = (bytes(16), 0, 0)
 _CHECKSUM_BYTES = 16
-_FOREIGN = 0xF0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class Draft:
         if isinstance(self.record, Tombstone):
             return ()
         kind = self.record.digest_kind
-        return tuple(local_name(kind, row.name.digest) for row in self.record.rows)
+        return tuple(digest.local_name(kind, row.name.digest) for row in self.record.rows)
 
     def turn(self, boot: str, number: int = 0) -> tuple[int, int, int]:
         """Return the sort key of the closing order.
@@ -210,13 +209,3 @@ def discard_advice(path: str) -> str:
     """Return the advice for a draft that cannot be decoded. ``path`` is empty if it is unknown, too."""
     of = "" if path else " for the store's root"
     return f"discard it with `tierfs flusher discard`{of}, and write it again"
-
-
-def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:
-    """Return the name that a chunk with this digest has in the local tiers."""
-    return bytes((kind,)) + chunk_digest
-
-
-def foreign_name(key: str, version: str, offset: int) -> bytes:
-    """Return the local name of the chunk at ``offset`` of one version of an object that tierfs did not write."""
-    return bytes((_FOREIGN,)) + digest.checksum(key.encode(), b"\0", version.encode(), offset.to_bytes(8, "little"))

@@ -15,14 +15,13 @@ from functools import partial
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, encode_block
-from tierfs.digest import BLOCK_BYTES
+from tierfs.digest import BLOCK_BYTES, local_name
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, BaseRange, Block, Envelope
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.chunk_sources import ChunkRequest
-from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version
 from tierfs.store.encode.pipeline import blocks_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, decode_block
-from tierfs.digest import BLOCK_BYTES
+from tierfs.digest import BLOCK_BYTES, local_name
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.envelope import (
@@ -31,7 +31,6 @@ from tierfs.format.header import HEADER_BYTES, peek_kind
 from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Row
 from tierfs.host.chunk_sources import ChunkRequest
-from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import ObjectInfo, Take
 from tierfs.store.read.lookup import check_head, find_chunk

@@ -8,9 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
-from tierfs.digest import CHUNK_BYTES
+from tierfs.digest import CHUNK_BYTES, foreign_name, local_name
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
-from tierfs.host.pending.record import foreign_name, local_name
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import PIECE_BYTES_MAX, expand_rows, open_entry
 from tierfs.store.store import Store

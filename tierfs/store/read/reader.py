@@ -8,14 +8,13 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 
-from tierfs.digest import CHUNK_BYTES
+from tierfs.digest import CHUNK_BYTES, foreign_name, local_name
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format.envelope import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.format.header import Cursor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.host.chunk_sources import ChunkRequest
-from tierfs.host.pending.record import foreign_name, local_name
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from tierfs.buffers import buffers
 from tierfs.codec.layout import Item, Steps
 from tierfs.codec.layout.elements import Span, follow
-from tierfs.digest import CHUNK_BYTES
+from tierfs.digest import CHUNK_BYTES, local_name
 from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.encode.pipeline import Pressure
 from tierfs.store.encode.tensors import ChunkContext, group_of, places, unknown_layout
