@@ -51,7 +51,7 @@ def nvme(raw):
 def sources_of(ram, first, counters=None, files=None):
     """Return the copies of chunks as a flusher sees them."""
     counters = Counter() if counters is None else counters
-    tiers = [RamChunks(ram, counters, "bad", slots=first, is_mapped=False)]
+    tiers = [RamChunks(ram, counters, "bad", first, is_mapped=False)]
     tiers += [] if files is None else [FileChunks(files, lambda *_: None, counters, "bad")]
     return ChunkSources(KIND, tiers)
 

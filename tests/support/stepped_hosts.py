@@ -162,7 +162,8 @@ class Link(WrappedObjects):
 def forget(tiers):
     """Close everything that the tiers have open, and drop their memory."""
     tiers.cache.close()
-    for part in (tiers.cache, tiers.drafts, tiers.sources.tier("ram"), tiers.writer):
+    tiers.sources.tiers.clear()
+    for part in (tiers.cache, tiers.drafts, tiers.writer):
         part._ram = None
     tiers.drafts._by_path._ram = None
     tiers.ram = None

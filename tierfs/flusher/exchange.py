@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LentRoom(Protocol):
-    """The drafts of other hosts, and tiers of files with their chunks. Thread-safe."""
+    """The drafts of other hosts, and tiers of files with their chunks. Thread-safe. Unknown write ids are ignored."""
 
     @property
     def tiers(self) -> Sequence[NvmeTier]: ...
@@ -31,14 +31,14 @@ class LentRoom(Protocol):
         """Note that this host has published drafts, and remove them. Their owner may send them again."""
 
     def forget(self, write_ids: Sequence[bytes]) -> None:
-        """Remove drafts. Unknown ones are ignored."""
+        """Remove drafts whose owner knows that they are published, or that are discarded."""
 
     def keep_as_conflict(self, write_id: bytes, note: str) -> None:
-        """Mark a draft as a conflict: another writer had changed the path."""
+        """Mark a draft as a conflict: this host could not publish it, because another writer had changed the path."""
 
 
 class DraftExchange(Protocol):
-    """A host's exchange of drafts with others. Thread-safe."""
+    """A host's part in an exchange of drafts with others. Thread-safe."""
 
     @property
     def room(self) -> LentRoom: ...
@@ -50,10 +50,10 @@ class DraftExchange(Protocol):
         """End the threads and the connections. The caller has set ``stopping``."""
 
     def hosts(self) -> dict[str, Any]:
-        """Wait until this host's processes can find the other hosts, and count these."""
+        """Wait until this host's processes can find the other hosts, or that has failed. Count these hosts."""
 
     def is_busy(self) -> bool:
-        """Return whether the flusher has to stay, because of what is held here or elsewhere."""
+        """Return whether this host holds drafts for others, or has to tell a host that drafts are published."""
 
     def report(self) -> dict[str, Any]:
         """Return what is held here and elsewhere, as plain values. The caller holds the lock."""
@@ -62,11 +62,11 @@ class DraftExchange(Protocol):
         """Return whether another host's draft is still held here, and its owner is gone or does not have it."""
 
     def tell_gone(self, entries: Sequence[FlushItem]) -> None:
-        """Tell the holders of drafts that these are published, or discarded."""
+        """Tell the holders of drafts that these are published, or discarded. Those that do not answer hear it later."""
 
 
 class Replication(Protocol):
-    """The settings of a satellite that holds changes on other hosts."""
+    """The settings of such an exchange."""
 
     def arguments(self) -> list[str]:
         """Return these settings as arguments of ``tierfs flusher run``."""
@@ -77,8 +77,4 @@ class Replication(Protocol):
         """Return the tier of what other hosts hold. ``is_near`` says whether the object tier is on this host."""
 
     def exchange(self, state: FlushState, host: Host, store: str) -> DraftExchange:
-        """Return this host's part in the exchange.
-
-        Raises:
-            TierfsError: It cannot take part.
-        """
+        """Return this host's part. Raises a `TierfsError` if it cannot take part."""

@@ -155,7 +155,7 @@ class FlushState:
     def sources(self, kind: DigestKind, slots: Mapping[bytes, SlotRef | None]) -> ChunkSources:
         """Return the copies of chunks on this host: first those in ``slots``, by the digest of their chunk."""
         bad = "bad_local_copies"
-        tiers: list[ChunkTier] = [RamChunks(self.ram, self.counters, bad, slots=slots, is_mapped=False)]
+        tiers: list[ChunkTier] = [RamChunks(self.ram, self.counters, bad, slots, is_mapped=False)]
         if self.nvme is not None:
             tiers.append(FileChunks(self.nvme, self.nvme.quarantine, self.counters, bad))
         rooms = () if self.exchange is None else self.exchange.room.tiers

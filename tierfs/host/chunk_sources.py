@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tierfs import digest
@@ -104,13 +105,6 @@ class ChunkTier(Protocol):
         """Yield names and lengths of the chunks that the tier seems to have, sorted by name."""
 
 
-class ServedRead(NamedTuple):
-    """The tier that served a read, and the digests of the blocks that were read."""
-
-    tier: str
-    digests: list[bytes]
-
-
 class ChunkSources:
     """The tiers that may have copies of one store's chunks. Thread-safe.
 
@@ -125,13 +119,18 @@ class ChunkSources:
         self._kind = kind
         self._counters = counters
 
-    def read(self, wanted: ChunkRequest, parts: Sequence[Part], *, is_here: bool | None = None) -> ServedRead | None:
+    def read(
+        self, wanted: ChunkRequest, parts: Sequence[Part], *, is_here: bool | None = None
+    ) -> tuple[str, list[bytes]] | None:
         """Copy verified bytes of a chunk into ``parts``, from the nearest tier that has them.
 
         Args:
             wanted: The chunk.
             parts: The wanted parts. The content of their memory is undefined if no tier has them.
             is_here: Ask only the tiers of this host, or only the others; None asks all.
+
+        Returns:
+            The tier, and the digests of the blocks that were read; None if no tier has a sound copy.
 
         Raises:
             StoreError: A tier cannot be read now.
@@ -141,7 +140,7 @@ class ChunkSources:
             digests = _read(tier, wanted, parts)[0] if is_here in {None, tier.is_here} else None
             if digests is not None:
                 self._count(tier, sum(len(out) for _, out in parts))
-                return ServedRead(tier.name, digests)
+                return tier.name, digests
         return None
 
     def read_whole(self, row: Row, out: memoryview) -> list[bytes] | None:
@@ -151,7 +150,7 @@ class ChunkSources:
             The digests of its blocks; ``None`` if no tier has a sound copy. ``out`` is undefined then.
         """
         found = self.read(self._wanted(row), [(0, out)])
-        return None if found is None else found.digests
+        return None if found is None else found[1]
 
     def peek(self, row: Row, start: int, out: memoryview) -> bool:
         """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
@@ -234,8 +233,8 @@ def _fill(tier: ChunkTier, copy: ChunkCopy, wanted: ChunkRequest, parts: Sequenc
         for first, out in targets.pieces(tier.blocks_at_once):
             copy.read(first * BLOCK_BYTES, out)
             found += [] if kind is None else digest.hash_blocks(kind, out)
-        is_whole = len(found) == block_count(length)
-        if kind is None or not is_whole or digest.combine(kind, length, found) != name[1:]:
+        is_whole = kind is not None and len(found) == block_count(length)
+        if targets.blocks and not (is_whole and digest.combine(_KINDS[name[0]], length, found) == name[1:]):
             table = copy.table()
             found = found or [digest.hash_bytes(table.kind, targets.view(index)) for index in targets.blocks]
             for index, its_digest in zip(targets.blocks, found, strict=True):
@@ -260,141 +259,124 @@ def table_of(wanted: ChunkRequest, meta: bytes, tier: str) -> BlockTable:
     return BlockTable(envelope.digest_kind, [block.digest for block in envelope.blocks])
 
 
+@dataclass(eq=False)
 class RamChunks:
     """The ram tier as a `ChunkTier`.
 
-    Args:
-        bad: The counter for damaged copies.
+    Attributes:
+        counters: Count damaged copies, as ``bad``.
         slots: The slots to try first, by the digest of their chunk.
         is_mapped: Whether to copy through the mapping, which takes half as long as a system call. A process that must
             outlive others, whose segment files may be truncated, does not map them.
     """
 
-    name, is_here, blocks_at_once = "ram", True, 1
-
-    def __init__(
-        self,
-        ram: RamTier,
-        counters: Counter[str],
-        bad: str = "ram_quarantined",
-        *,
-        slots: Mapping[bytes, SlotRef | None] | None = None,
-        is_mapped: bool = True,
-    ) -> None:
-        self._ram = ram
-        self._counters = counters
-        self._bad = bad
-        self._slots = slots or {}
-        self._is_mapped = is_mapped
+    ram: RamTier
+    counters: Counter[str]
+    bad: str = "ram_quarantined"
+    slots: Mapping[bytes, SlotRef | None] = field(default_factory=dict)
+    is_mapped: bool = True
+    name: str = "ram"
+    is_here: bool = True
+    blocks_at_once: int = 1
 
     def copies(self, wanted: ChunkRequest) -> Iterator[_SlotCopy]:
-        reference = self._slots.get(wanted.name[1:])
-        given = None if reference is None else slot_at(self._ram, reference)
+        reference = self.slots.get(wanted.name[1:])
+        given = None if reference is None else slot_at(self.ram, reference)
         if given is not None:
             yield _SlotCopy(given, wanted, self)
         for _ in range(2):  # the second time, the slot of the first was reused, or is quarantined
-            found = self._ram.find(wanted.name)
+            found = self.ram.find(wanted.name)
             if found is None:
                 return
             if given is None or SlotRef.of(found) != reference:
                 yield _SlotCopy(found, wanted, self)
 
     def holds(self, name: bytes) -> bool:
-        slot = self._ram.find(name)
+        slot = self.ram.find(name)
         if slot is not None:
             slot.segment.touch(slot)
         return slot is not None
 
     def chunks(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._ram.chunks())
+        return iter(self.ram.chunks())
 
 
+@dataclass(eq=False, slots=True)
 class _SlotCopy:
-    def __init__(self, slot: Slot, wanted: ChunkRequest, tier: RamChunks) -> None:
-        self._slot = slot
-        self._wanted = wanted
-        self._tier = tier
+    slot: Slot
+    wanted: ChunkRequest
+    tier: RamChunks
 
     def read(self, start: int, out: memoryview) -> None:
-        slot = self._slot
+        slot = self.slot
         if start + len(out) > slot.length:
             raise NotFoundError(f"{slot.segment} has another chunk in this slot", tier="ram")
-        if self._tier._is_mapped:
+        if self.tier.is_mapped:
             slot.segment.copy(slot, start, out)
             slot.segment.touch(slot)
         else:
             slot.segment.read(slot, start, out)
 
     def table(self) -> BlockTable:
-        slot = self._slot
-        meta = slot.segment.meta(slot)
-        if not slot.segment.is_still(slot):
-            raise NotFoundError(f"{slot.segment} no longer has this chunk", tier="ram")
-        return table_of(self._wanted, meta, self._tier.name)
+        meta = self.slot.segment.meta(self.slot)
+        if not self.slot.segment.is_still(self.slot):
+            raise NotFoundError(f"{self.slot.segment} no longer has this chunk", tier="ram")
+        return table_of(self.wanted, meta, self.tier.name)
 
     def quarantine(self, error: Exception) -> None:
-        if self._slot.segment.hide(self._slot):
-            _put_aside(self._tier._counters, self._tier._bad, error)
+        if self.slot.segment.hide(self.slot):
+            _put_aside(self.tier, error)
 
 
+@dataclass(eq=False)
 class FileChunks:
     """A folder of chunk files as a `ChunkTier`: the nvme tier, or the room that this host lends to others.
 
-    Args:
+    Attributes:
         quarantine: Called with the name and the length of a damaged chunk.
-        bad: The counter for damaged copies.
-        name: The tier's name.
+        counters: Count damaged copies, as ``bad``.
     """
 
-    is_here, blocks_at_once = True, CHUNK_BLOCKS
-
-    def __init__(
-        self,
-        files: NvmeReader | NvmeTier,
-        quarantine: Callable[[bytes, int], object],
-        counters: Counter[str],
-        bad: str = "nvme_quarantined",
-        *,
-        name: str = "nvme",
-    ) -> None:
-        self.name = name
-        self._files = files
-        self._quarantine = quarantine
-        self._counters = counters
-        self._bad = bad
+    files: NvmeReader | NvmeTier
+    quarantine: Callable[[bytes, int], object]
+    counters: Counter[str]
+    bad: str = "nvme_quarantined"
+    name: str = "nvme"
+    is_here: bool = True
+    blocks_at_once: int = CHUNK_BLOCKS
 
     def copies(self, wanted: ChunkRequest) -> Iterator[_FileCopy]:
         yield _FileCopy(wanted, self)
 
     def holds(self, name: bytes) -> bool:
-        return self._files.holds(name)
+        return self.files.holds(name)
 
     def chunks(self) -> Iterator[tuple[bytes, int]]:
-        return self._files.chunks()
+        return self.files.chunks()
 
 
+@dataclass(eq=False, slots=True)
 class _FileCopy:
-    def __init__(self, wanted: ChunkRequest, tier: FileChunks) -> None:
-        self._wanted = wanted
-        self._tier = tier
-        self._meta = b""
+    wanted: ChunkRequest
+    tier: FileChunks
+    meta: bytes = b""
 
     def read(self, start: int, out: memoryview) -> None:
-        meta = self._tier._files.read(self._wanted.name, start, out)
+        meta = self.tier.files.read(self.wanted.name, start, out)
         if meta is None:
-            raise NotFoundError(f"the {self._tier.name} tier does not have this chunk", tier=self._tier.name)
-        self._meta = meta
+            raise NotFoundError(f"the {self.tier.name} tier does not have this chunk", tier=self.tier.name)
+        self.meta = meta
 
     def table(self) -> BlockTable:
-        return table_of(self._wanted, self._meta, self._tier.name)
+        return table_of(self.wanted, self.meta, self.tier.name)
 
     def quarantine(self, error: Exception) -> None:
-        _put_aside(self._tier._counters, self._tier._bad, error)
-        self._tier._quarantine(self._wanted.name, self._wanted.length)
+        _put_aside(self.tier, error)
+        self.tier.quarantine(self.wanted.name, self.wanted.length)
 
 
-def _put_aside(counters: Counter[str], bad: str, error: Exception) -> None:
-    counters[bad] += 1
+def _put_aside(tier: RamChunks | FileChunks, error: Exception) -> None:
+    tier.counters[tier.bad] += 1
     _logger.error("a damaged copy is quarantined, and the next one is read: %s", error)
 
 

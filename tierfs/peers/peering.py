@@ -59,7 +59,7 @@ _logger = logging.getLogger("tierfs.peers")
 
 
 class Peering:
-    """This host's part in the exchange. Thread-safe.
+    """This host's part in the exchange: a `DraftExchange`.
 
     Args:
         state: Shared by the flusher's parts.
@@ -111,13 +111,11 @@ class Peering:
         return f"Peering({self.members!r}, {self.room!r})"
 
     def start(self) -> None:
-        """Start the threads. Call it after the queue has the drafts that an earlier flusher left."""
         self._server.start()
         self._thread = threading.Thread(target=self._keep_members, name="tierfs-members", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the threads and the connections. The caller has set ``stopping``."""
         self._again.set()
         self._pace.stop()
         self._server.stop()
@@ -133,16 +131,13 @@ class Peering:
                 self._state.access.call(lambda publisher: self.members.leave(publisher.store().objects))
 
     def hosts(self) -> dict[str, Any]:
-        """Wait until the file of the hosts is there for this host's processes, or could not be made. Count the hosts."""
         self.members.is_listed.wait(LIST_S)
         return {"live": len(self.members.live())}
 
     def is_busy(self) -> bool:
-        """Return whether this host holds drafts for others, or has to tell a host that drafts are published."""
         return bool(len(self.room) or any(self._gone.get(host) for host in list(self._senders)))
 
     def report(self) -> dict[str, Any]:
-        """Return what is held here and elsewhere, as plain values. The caller holds the lock."""
         usages = [tier.usage() for tier in self.room.tiers]
         chosen = self.members.chosen()
         return {
@@ -225,7 +220,6 @@ class Peering:
         _logger.warning("%s is adopted from a lost host, and goes to the object tier from here", draft.path)
 
     def may_publish(self, entry: FlushItem) -> bool:
-        """Return whether another host's draft is still held here, and its owner is gone or does not have it."""
         owner = self.room.owner_of(entry.draft.write_id)
         return owner is not None and (self.members.is_gone(owner) or entry.draft.write_id in self._lost)
 
@@ -356,7 +350,6 @@ class Peering:
         return state.clock.monotonic()
 
     def tell_gone(self, entries: Sequence[FlushItem]) -> None:
-        """Tell the holders of drafts that these are published, or discarded. Those that do not answer hear it later."""
         told = set(self._clients)
         for host, client in list(self._clients.items()):
             with client.turn:

@@ -12,7 +12,7 @@ import logging
 import ssl
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,7 @@ class _Host:
 
 
 class PeerReader:
-    """The drafts and chunks that hosts hold for others, as a `ChunkTier`. Thread-safe.
+    """The drafts and chunks that hosts hold for others: `RemoteDrafts`.
 
     Args:
         directory: The store's directory on this host.
@@ -112,12 +112,10 @@ class PeerReader:
             host.client.close()
 
     def drafts(self, path: str) -> list[Draft]:
-        """Return the changes of a path that hosts hold and that may not be published yet, in no order."""
         self._look()
         return list(self._paths.get(path, {}).values())
 
     def paths_below(self, path: str) -> list[str]:
-        """Return the paths at or below ``path`` that `drafts` has changes of."""
         self._look()
         return [each for each in self._paths if is_at_or_below(each, path)]
 
@@ -138,8 +136,8 @@ class PeerReader:
         if self._reads_once and row is not None and is_stored and wanted.is_whole:
             first = self._first(name)
             if first is not None:
-                stored = {"generation": row.name.generation, "recipe": row.name.recipe.hex()}
-                yield _HostCopy(self, first, wanted, stored=row.stored_length, **stored)
+                named = {"generation": row.name.generation, "recipe": row.name.recipe.hex()}
+                yield _HostCopy(self, first, wanted, {"stored": row.stored_length, **named})
 
     def holds(self, name: bytes) -> bool:
         return name in self._holders
@@ -152,7 +150,6 @@ class PeerReader:
         yield from sorted(found.items())
 
     def silent(self, name: bytes) -> str:
-        """Return the hosts that hold a chunk and did not answer just now, in words; empty if all have answered."""
         hosts = [self._hosts[host].record for host in self._holders.get(name, ()) if self._is_resting(host)]
         return ", ".join(f"{record.host} at {record.address}:{record.port}" for record in hosts)
 
@@ -244,11 +241,6 @@ class PeerReader:
             self._note()
 
     def problems(self) -> dict[str, str]:
-        """Connect to each other host. Return what failed by the host's name and address; empty text if nothing did.
-
-        Raises:
-            StoreError, TimeoutError: This host's flusher has no list of the hosts.
-        """
         with self._lock:
             self._list()
             others = [host for name, host in self._hosts.items() if name != self._me]
@@ -322,59 +314,59 @@ class PeerReader:
         self._paths, self._holders = paths, holders
 
 
+@dataclass(eq=False, slots=True)
 class _HostCopy:
     """A host's copy of a chunk. ``stored`` tells the host the chunk's object, to fetch the chunk if it lacks it."""
 
-    def __init__(self, reader: PeerReader, host: _Host, wanted: ChunkRequest, **stored: Any) -> None:
-        self._reader = reader
-        self._host = host
-        self._wanted = wanted
-        self._stored = stored
-        self._named: list[bytes] = []
+    reader: PeerReader
+    host: _Host
+    wanted: ChunkRequest
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    named: list[bytes] = field(default_factory=list)
 
     def read(self, start: int, out: memoryview) -> None:
-        for asks_left in reversed(range(ASKS_MAX if self._stored else 1)):
+        for asks_left in reversed(range(ASKS_MAX if self.stored else 1)):
             try:
                 self._ask(start, out)
                 break
             except _ERRORS as error:
                 # Its fetch may go on, or it is too busy for a new connection.
-                if not asks_left or not isinstance(error, OSError) or not self._reader._is_there(self._host):
-                    self._reader._rest(self._host, "a chunk is read elsewhere, because %s at %s failed: %s", error)
-                    raise NotFoundError(f"{self._host.record.host} cannot be read", tier="peer") from error
-        if not self._named:  # it was dropped since the look, or is damaged there
-            raise NotFoundError(f"{self._host.record.host} does not have this chunk", tier="peer")
+                if not asks_left or not isinstance(error, OSError) or not self.reader._is_there(self.host):
+                    self.reader._rest(self.host, "a chunk is read elsewhere, because %s at %s failed: %s", error)
+                    raise NotFoundError(f"{self.host.record.host} cannot be read", tier="peer") from error
+        if not self.named:  # it was dropped since the look, or is damaged there
+            raise NotFoundError(f"{self.host.record.host} does not have this chunk", tier="peer")
         self.table()  # a host that names other digests is not asked again
 
     def _ask(self, start: int, out: memoryview) -> None:
-        length, first = self._wanted.length, start // BLOCK_BYTES
+        length, first = self.wanted.length, start // BLOCK_BYTES
 
         def take(connection: Connection, answer: dict[str, Any], sent: int) -> None:
             if sent not in {0, len(out)} or bool(sent) != bool(answer["digests"]):
                 raise FormatError("a peer's answer has a body of a wrong length")
             connection.read_into(out[:sent])
 
-        answer = self._host.client.fetch(
+        answer = self.host.client.fetch(
             "read",
             take,
             timeout_s=READ_S + len(out) / READ_RATE,
-            name=self._wanted.name.hex(),
+            name=self.wanted.name.hex(),
             length=length,
             blocks=list(range(first, first + block_count(len(out)))),
-            **self._stored,
+            **self.stored,
         )
-        self._named = [bytes.fromhex(each) for each in answer["digests"] or ()]
-        self._host.rest_s = self._host.rests_until = 0.0
+        self.named = [bytes.fromhex(each) for each in answer["digests"] or ()]
+        self.host.rest_s = self.host.rests_until = 0.0
 
     def table(self) -> BlockTable:
-        name, length = self._wanted.name, self._wanted.length
+        name, length = self.wanted.name, self.wanted.length
         kind = DigestKind(name[0])
-        if len(self._named) != block_count(length) or digest.combine(kind, length, self._named) != name[1:]:
-            raise CorruptionError(f"{self._host.record.host} has another chunk than {name.hex()}", tier="peer")
-        return BlockTable(kind, self._named)
+        if len(self.named) != block_count(length) or digest.combine(kind, length, self.named) != name[1:]:
+            raise CorruptionError(f"{self.host.record.host} has another chunk than {name.hex()}", tier="peer")
+        return BlockTable(kind, self.named)
 
     def quarantine(self, error: Exception) -> None:
-        self._reader._bad.add((self._host.record.id, self._wanted.name))
-        self._reader._counters["peer_bad_copies"] += 1
-        where = self._host.record.host
-        _logger.error("chunk %s as %s sent it is damaged: %s", self._wanted.name.hex(), where, error)
+        self.reader._bad.add((self.host.record.id, self.wanted.name))
+        self.reader._counters["peer_bad_copies"] += 1
+        where = self.host.record.host
+        _logger.error("chunk %s as %s sent it is damaged: %s", self.wanted.name.hex(), where, error)

@@ -59,7 +59,7 @@ class HeldDraft:
 
 
 class PeerRoom:
-    """The drafts of other hosts. Thread-safe.
+    """The drafts of other hosts: a `LentRoom`.
 
     Args:
         places: A directory and a budget in bytes for each tier, the preferred one first. A budget below the smallest
@@ -220,7 +220,6 @@ class PeerRoom:
         return []
 
     def finish(self, write_ids: Sequence[bytes]) -> None:
-        """Note that this host has published drafts, and remove them. Their owner may send them again."""
         with self._lock:
             held = [self._held[write_id] for write_id in write_ids if write_id in self._held]
             if not held:
@@ -230,7 +229,6 @@ class PeerRoom:
         self._remove(write_ids)
 
     def forget(self, write_ids: Sequence[bytes]) -> None:
-        """Remove drafts whose owner knows that they are published. Unknown ones are ignored."""
         self._remove(write_ids)
         with self._lock:
             if not self._published.keys().isdisjoint(write_ids):
@@ -255,7 +253,6 @@ class PeerRoom:
             self.changes += 1
 
     def keep_as_conflict(self, write_id: bytes, note: str) -> None:
-        """Mark a draft as a conflict: this host could not publish it, because another writer had changed the path."""
         with self._lock:
             held = self._held.get(write_id)
             if held is not None:

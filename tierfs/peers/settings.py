@@ -64,7 +64,6 @@ class PeerSettings:
     hosts: tuple[tuple[str, int], ...] = ()
 
     def arguments(self) -> list[str]:
-        """Return these settings as arguments of ``tierfs flusher run``."""
         listen, hosts = _place(self.address, self.port), ",".join(_place(*each) for each in self.hosts)
         given = {"--peers": self.count, "--peer-listen": listen, "--peer-domain": self.domain, "--peer-hosts": hosts}
         given |= {"--peer-ram": self.ram_bytes, "--peer-nvme": self.nvme_bytes, "--peer-bandwidth": self.bandwidth}

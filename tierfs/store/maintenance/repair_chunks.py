@@ -111,7 +111,7 @@ class Healer:
         if tiers is not None:
             found = tiers.sources.read(ChunkRequest(local_name(self._kind, name.digest), len(out)), [(0, out)])
             if found is not None:
-                return f"the {found.tier} tier"
+                return f"the {found[0]} tier"
         for store in (self._bare, *self._replicas):
             for other in self._names_of(store, name.digest):
                 if store is self._bare and other == name:

@@ -98,7 +98,7 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
     def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
         held = sources.read(chunk, wanted, is_here=False)
         if held is not None:
-            return held.digests
+            return held[1]
         try:
             digests = _fetch_stored(store, row, wanted, where, depth)
         except CorruptionError as error:

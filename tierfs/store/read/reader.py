@@ -212,18 +212,26 @@ class _ChunkReader(Reader):
         return max((self._places[name] for name in bases if name in self._places), default=self.starts[number])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
+        tiers, kind = self._store.tiers, self._store.descriptor.digest_kind
+
         def fill(wanted: tuple[int, list[Part]]) -> None:
             self.read_chunk(*wanted)
+
+        def fill_near(wanted: tuple[int, list[Part]]) -> None:
+            row = self._rows[wanted[0]]
+            chunk = ChunkRequest(local_name(kind, row.name.digest), row.raw_length, row)
+            if tiers is None or tiers.sources.read(chunk, wanted[1], is_here=True) is None:
+                fill(wanted)
 
         near: list[tuple[int, list[Part]]] = []
         far: list[tuple[int, list[Part]]] = []
         for number, wanted in by_chunk(parts, self.starts).items():
-            name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
-            is_near = self._store.tiers is not None and self._store.tiers.sources.holds(name, "ram")
+            name = local_name(kind, self._rows[number].name.digest)
+            is_near = tiers is not None and tiers.sources.holds(name, "ram")
             (near if is_near else far).append((number, wanted))
         # Reads that wait use many threads. Copies from memory use as many threads as there are processors.
         transfers().map(fill, far)
-        processors().share_out(fill, near)
+        processors().share_out(fill_near, near)
 
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         try:
