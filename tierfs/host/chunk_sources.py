@@ -180,6 +180,10 @@ class ChunkSources:
         """Return whether a tier seems to have a chunk: see `ChunkTier.holds`."""
         return self.tier(tier).holds(name)
 
+    def holding(self, names: Sequence[bytes]) -> list[str]:
+        """Return the tiers of this host that seem to have all these chunks, from near to far."""
+        return [tier.name for tier in self.tiers if tier.is_here and all(map(tier.holds, names))]
+
     def tier(self, name: str) -> ChunkTier:
         return next(tier for tier in self.tiers if tier.name == name)
 

@@ -119,9 +119,7 @@ class Extended:
         names = [local_name(store.descriptor.digest_kind, row.name.digest) for row in rows]
         if not names:
             return "object" if verbs.level_of(store, node.path).label == "object" else "ram"
-        return next(
-            (tier for tier in ("ram", "nvme") if all(store.tiers.sources.holds(one, tier) for one in names)), "object"
-        )
+        return next(iter(store.tiers.sources.holding(names)), "object")
 
     def _stored(self, node: Node) -> int:
         entry, store = node.entry, self._state.store

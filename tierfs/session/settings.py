@@ -33,16 +33,6 @@ RAM_SHARE = "25%"
 NVME_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
-PEER_OPTIONS = (
-    "peers",
-    "peer_listen",
-    "peer_domain",
-    "peer_ram",
-    "peer_nvme",
-    "peer_bandwidth",
-    "peer_share",
-    "peer_hosts",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +119,9 @@ class TierOptions:
                 for name in self.names()
             }
         )
+
+
+PEER_OPTIONS = tuple(name for name in TierOptions.names() if name.startswith("peer"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
 
-LOCAL_TIERS = ("ram", "nvme")
 DIFFERENT = 1
 """The exit code if checkpoints differ, as in diff(1)."""
 
@@ -68,8 +67,7 @@ class Placement:
             return []
         kind, tiers = self._store.descriptor.digest_kind, self._store.tiers
         names = [local_name(kind, row.name.digest) for row, _ in self._chunks(place)]
-        near = LOCAL_TIERS if tiers is not None and names else ()
-        found = [tier for tier in near if tiers is not None and all(tiers.sources.holds(name, tier) for name in names)]
+        found = tiers.sources.holding(names) if tiers is not None and names else []
         return [*found, *(["object"] if self.level(place) is Level.OBJECT else [])]
 
     def coded(self, places: Iterable[BytesPlace]) -> dict[str, object]:

@@ -52,7 +52,7 @@ class DecodedDrafts:
         ``None`` if the slot was reused, or if the draft cannot be decoded. The latter is logged.
         """
         key = (slot.segment.id, slot.index, slot.serial)
-        known = self._find(key)
+        known = self._decoded.get(key)
         if known is not None:
             return known
         draft = Draft.in_slot(slot)
@@ -77,7 +77,7 @@ class DecodedDrafts:
             CorruptionError, FormatError: The draft cannot be decoded.
         """
         key = ("nvme", stored.write_id)
-        return self._find(key) or self._remember(key, Draft.in_nvme(stored))
+        return self._decoded.get(key) or self._remember(key, Draft.in_nvme(stored))
 
     def readable(self, stored: StoredDraft) -> Draft | None:
         """Return a draft in the nvme tier, or log it and return ``None`` if it cannot be decoded."""
@@ -86,10 +86,6 @@ class DecodedDrafts:
         except (CorruptionError, FormatError) as error:
             self._counters.say(f"stored:{stored.seq}", "a draft cannot be read and is ignored: %s", error)
             return None
-
-    def _find(self, key: _Key) -> Draft | None:
-        with self._lock:
-            return self._decoded.get(key)
 
     def _remember(self, key: _Key, draft: Draft) -> Draft:
         with self._lock:

@@ -90,9 +90,7 @@ def evict(store: Store, path: str, tier: str = "nvme") -> int:
 def is_held(store: Store, path: str) -> bool:
     """Return whether the local tiers of this host seem to hold every chunk at or below ``path``. Raises as `find`."""
     tiers = store.tiers
-    return tiers is not None and all(
-        any(tiers.sources.holds(piece.name, tier) for tier in TIERS) for piece in _pieces(store, path)
-    )
+    return tiers is not None and all(tiers.sources.holding([piece.name]) for piece in _pieces(store, path))
 
 
 def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
