@@ -16,7 +16,7 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.flusher import Flusher
-from tierfs.flusher.server import Peer
+from tierfs.flusher.server import ClientConnection
 from tierfs.flusher.upkeep import Upkeep
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.host import Host
@@ -88,7 +88,7 @@ class FlushEngine:
     def is_idle(self) -> bool:
         return self._flusher.is_idle()
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, client: ClientConnection) -> None:
         """End the request of a client that has hung up. Does not block.
 
         The service calls this during a running request, if there is one, and again after the last request. So there may
@@ -96,13 +96,13 @@ class FlushEngine:
         """
         self._flusher.nudge()
 
-    def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+    def handle(self, do: str, arguments: dict[str, Any], client: ClientConnection) -> dict[str, Any]:
         """Run a client's request, without a time limit. Return values that JSON can hold and that fit in one message.
 
         Args:
             do: The request. "hello" is the first on each connection.
             arguments: The client's arguments, not validated yet.
-            peer: The client. It may hang up meanwhile: see `gone`.
+            client: The client. It may hang up meanwhile: see `gone`.
 
         Raises:
             InvalidInputError: The request is unknown, or its arguments are invalid.
@@ -110,12 +110,12 @@ class FlushEngine:
                 a StoreError at the client.
         """
         try:
-            work = self._work(do, arguments, peer)
+            work = self._work(do, arguments, client)
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return work() or {}
 
-    def _work(self, do: str, arguments: dict[str, Any], peer: Peer) -> _Work:
+    def _work(self, do: str, arguments: dict[str, Any], client: ClientConnection) -> _Work:
         """Parse the arguments of a request, and return its work.
 
         A KeyError or TypeError here is the client's mistake; in the returned function it is ours.
@@ -134,7 +134,7 @@ class FlushEngine:
                 where = str(arguments.get("path") or "")
                 write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
                 level, limit_s = Level.parse(arguments["level"]), arguments.get("timeout_s")
-                return lambda: {"known": flusher.wait(where, level, limit_s, write_id=write_id, gone=peer.gone)}
+                return lambda: {"known": flusher.wait(where, level, limit_s, write_id=write_id, gone=client.gone)}
             case "status":
                 return lambda: {"pid": os.getpid(), **flusher.report()}
             case "backfill":

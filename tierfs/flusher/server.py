@@ -40,7 +40,7 @@ _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
 
 
-class Peer:
+class ClientConnection:
     """A client's connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket.
 
     Attributes:
@@ -89,7 +89,7 @@ class Service:
         self._wakeup = -1
         self._listener: socket.socket | None = None
         self._identity: tuple[int, int] | None = None
-        self._connections: dict[int, Peer] = {}  # by file descriptor
+        self._connections: dict[int, ClientConnection] = {}  # by file descriptor
         self._threads: set[threading.Thread] = set()
         self._served = 0
         renew_in_children(self)
@@ -182,7 +182,7 @@ class Service:
             return
         sock.settimeout(None)
         self._served += 1
-        connection = Peer(sock, self._served, pid)
+        connection = ClientConnection(sock, self._served, pid)
         name = f"tierfs-flusher-{connection.number}"
         thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
         try:
@@ -200,7 +200,7 @@ class Service:
         if idle:
             min(idle, key=lambda connection: connection.used_at).hang_up(socket.SHUT_RD)
 
-    def _tell_of_hang_up(self, connection: Peer) -> None:
+    def _tell_of_hang_up(self, connection: ClientConnection) -> None:
         connection.is_watched = False
         connection.gone.set()
         if connection.is_busy and connection.version:
@@ -238,7 +238,7 @@ class Service:
 
     # -- on a connection's thread ------------------------------------------------------------------------------------
 
-    def _converse(self, connection: Peer) -> None:
+    def _converse(self, connection: ClientConnection) -> None:
         try:
             while (message := wire.receive(connection.sock)) is not None:
                 connection.is_busy = True
@@ -263,7 +263,7 @@ class Service:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: Peer, message: dict[str, Any]) -> bytes:
+    def _answer(self, connection: ClientConnection, message: dict[str, Any]) -> bytes:
         """Execute a request, and return the packet with the answer.
 
         Raises:
@@ -296,13 +296,13 @@ class Service:
                 _logger.exception("%s failed", do)
             return wire.encode({"id": number, "error": wire.describe_error(error)})
 
-    def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
+    def _retire_for(self, client: ClientConnection, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:
-            _logger.info("stopping: process %d asked for it", peer.pid)
-        elif wire.version_of(peer.version) <= wire.version_of(self._version):
-            raise InvalidInputError(f"tierfs {peer.version} may not replace a flusher of tierfs {self._version}")
+            _logger.info("stopping: process %d asked for it", client.pid)
+        elif wire.version_of(client.version) <= wire.version_of(self._version):
+            raise InvalidInputError(f"tierfs {client.version} may not replace a flusher of tierfs {self._version}")
         else:
-            _logger.info("exiting: a client runs the newer tierfs %s", peer.version)
+            _logger.info("exiting: a client runs the newer tierfs %s", client.version)
         self.stop()
 
     def _wake(self) -> None:
