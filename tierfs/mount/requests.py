@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tierfs import store as verbs
-from tierfs.digest import local_name
 from tierfs.errors import TierfsError
 from tierfs.format.keys import inside
 from tierfs.mount import wire
@@ -19,7 +18,7 @@ from tierfs.mount.reading import Views
 from tierfs.mount.state import MountState
 from tierfs.mount.tree import NAME_MAX, NameTree
 from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr, refusal
-from tierfs.store.read.reader import expand_rows
+from tierfs.store.read.reader import expand_rows, open_manifest
 
 PREFIX = "user.tierfs."
 FILE_NAMES = ("digest", "level", "tier", "stored")
@@ -115,8 +114,7 @@ class Extended:
         store, manifest = self._state.store, node.entry.manifest if node.entry is not None else None
         if manifest is None or store.tiers is None or node.path is None:
             return "object"
-        rows = expand_rows(store, manifest, node.path)
-        names = [local_name(store.descriptor.digest_kind, row.name.digest) for row in rows]
+        names = [chunk.name for chunk in open_manifest(store, node.path, manifest).requests()]
         if not names:
             return "object" if verbs.level_of(store, node.path).label == "object" else "ram"
         return next(iter(store.tiers.sources.holding(names)), "object")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
-from tierfs.digest import CHUNK_BYTES, foreign_name, local_name
-from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
-from tierfs.store.read.fetch import fetch
-from tierfs.store.read.reader import PIECE_BYTES_MAX, expand_rows, open_entry
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, InvalidInputError
+from tierfs.store.read.reader import open_entry
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import Entry, find, stat
 from tierfs.threads import transfers
@@ -142,16 +142,7 @@ def _pieces(store: Store, path: str) -> Iterator[_Copy]:
 
 
 def _pieces_of(store: Store, entry: Entry) -> Iterator[_Copy]:
-    if entry.foreign is not None:
-        info, reader = entry.foreign, open_entry(store, entry)
-        for offset in range(0, info.size, PIECE_BYTES_MAX):
-            name = foreign_name(info.key, str(info.version), offset)
-            length = min(PIECE_BYTES_MAX, info.size - offset)
-            yield _Copy(name, length, lambda data, offset=offset: reader.read_into(offset, data))  # type: ignore[misc]
-        return
-    if entry.manifest is None:
-        raise NotFoundError(f"{store.where(entry.path)} is not there", path=entry.path)
-    for row in expand_rows(store, entry.manifest, entry.path) if entry.manifest.inline is None else ():
-        name = local_name(entry.manifest.digest_kind, row.name.digest)
-        where = store.where(entry.path)
-        yield _Copy(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, [(0, data)], where))  # type: ignore[misc]
+    reader = open_entry(store, entry)
+    for number, chunk in enumerate(reader.requests()):
+        read = partial(reader.read_chunk, number)
+        yield _Copy(chunk.name, chunk.length, lambda data, read=read: read([(0, data)]))  # type: ignore[misc]

@@ -66,6 +66,10 @@ class Reader(abc.ABC):
         """
         transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self.starts).items())
 
+    def requests(self) -> Sequence[ChunkRequest]:
+        """Return the file's chunks as the tiers know them, in order; none if the record has the file's bytes."""
+        return ()
+
     @abc.abstractmethod
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         """Fill parts of one chunk, by offsets in the chunk. Waits for no other thread of `transfers`."""
@@ -173,10 +177,17 @@ class _ForeignReader(Reader):
         if tiers is None:
             self._fetch(first, parts)
             return
-        length = self.starts[number + 1] - first
-        name = foreign_name(self._info.key, str(self._info.version), first)
-        if tiers.sources.read(ChunkRequest(name, length), parts, is_here=True) is None:
-            tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
+        chunk = self._request(number)
+        if tiers.sources.read(chunk, parts, is_here=True) is None:
+            fetch = partial(self._fetch, first)
+            tiers.cache.read_through(chunk.name, chunk.length, parts, fetch, share=self._share)
+
+    def requests(self) -> Sequence[ChunkRequest]:
+        return [self._request(number) for number in range(len(self.starts) - 1)]
+
+    def _request(self, number: int) -> ChunkRequest:
+        first, end = self.starts[number], self.starts[number + 1]
+        return ChunkRequest(foreign_name(self._info.key, str(self._info.version), first), end - first)
 
     def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
         """Fetch parts of the piece that begins at ``first``. Returns no digests, because none are known."""
@@ -212,22 +223,19 @@ class _ChunkReader(Reader):
         return max((self._places[name] for name in bases if name in self._places), default=self.starts[number])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        tiers, kind = self._store.tiers, self._store.descriptor.digest_kind
+        tiers = self._store.tiers
 
         def fill(wanted: tuple[int, list[Part]]) -> None:
             self.read_chunk(*wanted)
 
         def fill_near(wanted: tuple[int, list[Part]]) -> None:
-            row = self._rows[wanted[0]]
-            chunk = ChunkRequest(local_name(kind, row.name.digest), row.raw_length, row)
-            if tiers is None or tiers.sources.read(chunk, wanted[1], is_here=True) is None:
+            if tiers is None or tiers.sources.read(self._request(wanted[0]), wanted[1], is_here=True) is None:
                 fill(wanted)
 
         near: list[tuple[int, list[Part]]] = []
         far: list[tuple[int, list[Part]]] = []
         for number, wanted in by_chunk(parts, self.starts).items():
-            name = local_name(kind, self._rows[number].name.digest)
-            is_near = tiers is not None and tiers.sources.holds(name, "ram")
+            is_near = tiers is not None and tiers.sources.holds(self._request(number).name, "ram")
             (near if is_near else far).append((number, wanted))
         # Reads that wait use many threads. Copies from memory use as many threads as there are processors.
         transfers().map(fill, far)
@@ -251,5 +259,11 @@ class _ChunkReader(Reader):
     def copy_chunk(self, number: int, out: memoryview) -> Sequence[bytes] | None:
         if self._store.tiers is None:
             return None
-        name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
-        return self._store.tiers.sources.copy(ChunkRequest(name, len(out)), out)
+        return self._store.tiers.sources.copy(self._request(number), out)
+
+    def requests(self) -> Sequence[ChunkRequest]:
+        return [self._request(number) for number in range(len(self._rows))]
+
+    def _request(self, number: int) -> ChunkRequest:
+        row = self._rows[number]
+        return ChunkRequest(local_name(self._store.descriptor.digest_kind, row.name.digest), row.raw_length, row)
