@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
@@ -28,8 +28,12 @@ from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:
-    from tierfs.flusher.exchange import Replication
+    from tierfs.flusher.exchange import DraftExchange
     from tierfs.flusher.publish import StorePublisher
+    from tierfs.flusher.state import FlushState
+    from tierfs.host.events import Counters
+    from tierfs.host.rpc.client import FlusherClient
+    from tierfs.host.tiers import RemoteDrafts
 
 _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
@@ -162,6 +166,21 @@ class FlushEngine:
                 raise InvalidInputError(f"unknown flusher request {do!r}")
 
 
+class Replication(Protocol):
+    """The settings of a satellite that holds changes on other hosts."""
+
+    def arguments(self) -> list[str]:
+        """Return these settings as arguments of ``tierfs flusher run``."""
+
+    def remote(
+        self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock, *, is_near: bool
+    ) -> RemoteDrafts:
+        """Return the tier of what other hosts hold. ``is_near`` says whether the object tier is on this host."""
+
+    def exchange(self, state: FlushState, host: Host, store: str) -> DraftExchange:
+        """Return this host's part. Raises a `TierfsError` if it cannot take part."""
+
+
 def _references(arguments: dict[str, Any]) -> list[SlotRef]:
     return [SlotRef(*each) for each in arguments["slots"]]
 
@@ -221,7 +240,7 @@ def build_engine(
         if own is not None:
             flusher.hand_over(own)
         if replication is not None:
-            flusher.join(replication, host, uuid)
+            flusher.join(lambda state: replication.exchange(state, host, uuid))
         return flusher
 
     return FlushEngine(build)

@@ -1,24 +1,17 @@
-"""The seam for a satellite that holds changes on other hosts: its use by the flusher and the processes of a host.
+"""The seam for a satellite that holds changes on other hosts, as the flusher sees it.
 
-A `Replication` comes from the settings. The flusher runs its `DraftExchange`, which sends this host's drafts and lends a
-`LentRoom` to those of other hosts. Readers ask its `tierfs.host.tiers.RemoteDrafts`.
+The `tierfs.flusher.engine.Replication` of the settings makes the flusher's `DraftExchange`, and the tier that readers ask:
+`tierfs.host.tiers.RemoteDrafts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from tierfs.clock import Clock
     from tierfs.flusher.queue import FlushItem
-    from tierfs.flusher.state import FlushState
-    from tierfs.host.events import Counters
-    from tierfs.host.host import Host
     from tierfs.host.nvme.tier import NvmeTier
-    from tierfs.host.rpc.client import FlusherClient
-    from tierfs.host.tiers import RemoteDrafts
 
 
 class LentRoom(Protocol):
@@ -63,18 +56,3 @@ class DraftExchange(Protocol):
 
     def tell_gone(self, entries: Sequence[FlushItem]) -> None:
         """Tell the holders of drafts that these are published, or discarded. Those that do not answer hear it later."""
-
-
-class Replication(Protocol):
-    """The settings of such an exchange."""
-
-    def arguments(self) -> list[str]:
-        """Return these settings as arguments of ``tierfs flusher run``."""
-
-    def remote(
-        self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock, *, is_near: bool
-    ) -> RemoteDrafts:
-        """Return the tier of what other hosts hold. ``is_near`` says whether the object tier is on this host."""
-
-    def exchange(self, state: FlushState, host: Host, store: str) -> DraftExchange:
-        """Return this host's part. Raises a `TierfsError` if it cannot take part."""

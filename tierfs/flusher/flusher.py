@@ -43,9 +43,8 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.flusher.exchange import DraftExchange, Replication
+    from tierfs.flusher.exchange import DraftExchange
     from tierfs.flusher.publish import StorePublisher
-    from tierfs.host.host import Host
 
 SWEEP_S = 1.0
 # A request that waits for many drafts checks them for at most about a tenth of its time.
@@ -106,13 +105,13 @@ class Flusher:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def join(self, replication: Replication, host: Host, store: str) -> None:
-        """Exchange drafts with other hosts from `start` on.
+    def join(self, make: Callable[[FlushState], DraftExchange]) -> None:
+        """Exchange drafts with other hosts from `start` on. ``make`` raises `TierfsError` if that cannot be done.
 
-        If it cannot, that is logged, counted and reported. Drafts go to the object tier without it.
+        If so, that is logged, counted and reported. Drafts go to the object tier without it.
         """
         try:
-            self._state.exchange = self.exchange = replication.exchange(self._state, host, store)
+            self._state.exchange = self.exchange = make(self._state)
         except TierfsError as error:
             self.counters["peers_unavailable"] += 1
             self._no_exchange = str(error)
@@ -267,7 +266,7 @@ class Flusher:
         self.nudge()
         with state.changed:
             if write_id is None:
-                own = (entry for entry in state.entries if entry.room is None)
+                own = (entry for entry in state.entries if not entry.is_foreign)
                 waiting = [entry for entry in own if is_at_or_below(entry.path, path)]
             else:
                 waiting = list(filter(None, [state.entries.get(write_id)]))
@@ -387,8 +386,9 @@ class Flusher:
         if self.exchange is not None:
             self.exchange.tell_gone(kept)
         for entry in reversed(kept):
-            if entry.room is not None:
-                entry.room.forget([entry.draft.write_id])
+            if entry.is_foreign:
+                assert self.exchange is not None
+                self.exchange.room.forget([entry.draft.write_id])
             elif entry.number is not None:
                 assert self.nvme is not None
                 self.nvme.forget_drafts(entry.number)

@@ -25,7 +25,6 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
-    from tierfs.flusher.exchange import LentRoom
     from tierfs.store.encode.keyframes import FilePlan
 
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
@@ -74,7 +73,7 @@ class FlushItem:
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.
-        room: Where the draft lies if it is another host's; ``None`` for one of this host.
+        is_foreign: Whether the draft is another host's, and lies in the room for those: see `DraftExchange`.
         holders: The ids of the other hosts that hold the draft.
         is_held: Whether as many other hosts as were asked for have held the draft.
         stage: How far the draft has come.
@@ -91,7 +90,7 @@ class FlushItem:
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
     plan: FilePlan | None = None
-    room: LentRoom | None = None
+    is_foreign: bool = False
     holders: set[str] = field(default_factory=set)
     is_held: bool = False
     stage: FlushStage = FlushStage.WAITING

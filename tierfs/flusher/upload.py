@@ -125,7 +125,7 @@ class Uploader:
     def _is_forgotten(self, entry: FlushItem) -> bool:
         """Return whether a draft is of another host, and that host publishes it, or has done so."""
         exchange = self._state.exchange
-        return entry.room is not None and exchange is not None and not exchange.may_publish(entry)
+        return entry.is_foreign and exchange is not None and not exchange.may_publish(entry)
 
     def _upload_and_publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
@@ -278,7 +278,7 @@ class Uploader:
             with state.changed:
                 others = [each for each in state.entries.dependents(entry) if each.path == entry.path]
             later = {each.draft.write_id for each in (entry, *others)}
-            if state.exchange is None or not publisher.is_replaced(entry.draft, later, is_held=entry.room is not None):
+            if state.exchange is None or not publisher.is_replaced(entry.draft, later, is_held=entry.is_foreign):
                 raise
         finally:
             publisher.tell_host()
@@ -304,9 +304,9 @@ class Uploader:
             if state.nvme is not None:
                 state.nvme.forget_drafts(*[entry.number for entry in done if entry.number is not None])
             if state.exchange is not None:
-                state.exchange.room.finish([entry.draft.write_id for entry in done if entry.room is not None])
+                state.exchange.room.finish([entry.draft.write_id for entry in done if entry.is_foreign])
             for entry in done:
-                if entry.room is None and entry.slot is not None:
+                if not entry.is_foreign and entry.slot is not None:
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")
         except Exception as error:  # noqa: BLE001 - publishing it again finds the records, then releases it
@@ -339,8 +339,9 @@ class Uploader:
                 kept = [entry, *state.entries.dependents(entry)]
             # The last draft first: after a crash in between, no pending draft builds on a conflict.
             for each in reversed(kept):
-                if each.room is not None:
-                    each.room.keep_as_conflict(each.draft.write_id, str(error))
+                if each.is_foreign:
+                    assert state.exchange is not None
+                    state.exchange.room.keep_as_conflict(each.draft.write_id, str(error))
                 elif each.number is not None:
                     assert state.nvme is not None
                     state.nvme.keep_as_conflict(each.number, str(error))

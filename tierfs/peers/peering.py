@@ -213,7 +213,7 @@ class Peering:
             if draft.write_id in state.entries:
                 return
             turn = draft.turn(self._boot, held.seq)
-            entry = FlushItem(draft, turn, level=Level.PEER, room=self.room, stage=FlushStage.READY)
+            entry = FlushItem(draft, turn, level=Level.PEER, is_foreign=True, stage=FlushStage.READY)
             state.entries.add(entry)
             state.counters["adopted_files"] += 1
             state.changed.notify_all()
@@ -338,7 +338,7 @@ class Peering:
             for entry in sent:
                 if entry.draft.write_id in missing:
                     entry.holders.discard(host)
-            entries = [entry for entry in map(state.entries.get, held) if entry is not None and entry.room is None]
+            entries = [entry for entry in map(state.entries.get, held) if entry is not None and not entry.is_foreign]
             for entry in entries:
                 state.entries.hold(entry, host, self._settings.count)
             self._unsure.discard(host)
@@ -407,7 +407,7 @@ class Peering:
         """Return the first draft in closing order that the host does not hold."""
         with self._state.changed:
             for entry in self._state.entries:
-                if entry.room is None and not entry.conflict and not entry.published and host not in entry.holders:
+                if not entry.is_foreign and not entry.conflict and not entry.published and host not in entry.holders:
                     return entry
         return None
 

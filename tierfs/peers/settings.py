@@ -10,26 +10,13 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.format.lease import peer_id
 from tierfs.host.filesystems import refused
-from tierfs.host.slab.memory import memory_limit
 from tierfs.peers.wire import dial
-from tierfs.session.settings import TierOptions, size_of
-
-if TYPE_CHECKING:
-    from tierfs.clock import Clock
-    from tierfs.flusher.state import FlushState
-    from tierfs.host.events import Counters
-    from tierfs.host.host import Host
-    from tierfs.host.rpc.client import FlusherClient
-    from tierfs.peers.peering import Peering
-    from tierfs.peers.reads import PeerReader
 
 PEERS_MAX = 3
-PEER_SHARE = "10%"
 PORT, PORT_MAX = 7946, 65535
 IDENTITY_FILE = "peer.pem"
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>\d{1,5}))?")
@@ -39,7 +26,7 @@ _YEARS = 100
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """The number of peers that a host asks for, and the room that it gives to them: a `Replication`.
+    """The number of peers that a host asks for, and the room that it gives to them.
 
     Attributes:
         count: On how many other hosts each change is held, 1 to 3.
@@ -69,53 +56,6 @@ class PeerSettings:
         given |= {"--peer-ram": self.ram_bytes, "--peer-nvme": self.nvme_bytes, "--peer-bandwidth": self.bandwidth}
         # The command line refuses an empty argument.
         return [text for name, value in given.items() if value != "" for text in (name, str(value))]
-
-    def remote(
-        self, directory: Path, store: str, flusher: FlusherClient, counters: Counters, clock: Clock, *, is_near: bool
-    ) -> PeerReader:
-        from tierfs.peers.reads import PeerReader  # noqa: PLC0415 - the flusher needs the other half
-
-        reads_once = self.reads_once and not is_near
-        return PeerReader(directory, store, flusher, counters, clock, reads_once=reads_once)
-
-    def exchange(self, state: FlushState, host: Host, store: str) -> Peering:
-        from tierfs.peers.peering import Peering  # noqa: PLC0415 - loads the object tier, which readers do not need here
-
-        return Peering(state, self, host, store)
-
-
-def replication_of(options: TierOptions, free_bytes: int) -> PeerSettings:
-    """Return the settings of replication to other hosts, of which ``peers`` is given.
-
-    ``free_bytes`` are those of the disk of the state directory.
-
-    Raises:
-        InvalidInputError: A value is invalid, or there is no address to listen at.
-    """
-    try:
-        count = int(str(options.peers))
-    except ValueError:
-        count = -1
-    if not 1 <= count <= PEERS_MAX:
-        raise InvalidInputError(f"peers={options.peers!r} is not a number from 0 to {PEERS_MAX}")
-    if not options.peer_listen:
-        raise InvalidInputError(
-            f"peers={count} needs the address at which this host listens: set peer_listen= (TIERFS_PEER_LISTEN)"
-        )
-    address, port = parse_listen(options.peer_listen)
-    given = (options.peer_ram, options.peer_nvme)
-    ram, nvme = (PEER_SHARE if value is None else value for value in given)
-    return PeerSettings(
-        count,
-        address,
-        port,
-        options.peer_domain or "",
-        size_of("peer_ram", ram, memory_limit()),
-        size_of("peer_nvme", nvme, free_bytes),
-        size_of("peer_bandwidth", options.peer_bandwidth or 0),
-        hosts=parse_hosts(options.peer_hosts or ""),
-        reads_once=str(options.peer_share or 0) != "0",
-    )
 
 
 def _place(address: str, port: int) -> str:

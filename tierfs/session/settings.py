@@ -27,7 +27,7 @@ from tierfs.store.encode.pipeline import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from tierfs.flusher.exchange import Replication
+    from tierfs.flusher.engine import Replication
 
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tierfs.flusher.engine import FlushEngine
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
-    from tierfs.peers.settings import PeerSettings
+    from tierfs.peers.replication import PeerReplication
     from tierfs.session import Location
     from tierfs.store import Store
 
@@ -245,11 +245,11 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     return engine, host.store_directory(uuid)
 
 
-def _told_peers(arguments: argparse.Namespace) -> PeerSettings | None:
+def _told_peers(arguments: argparse.Namespace) -> PeerReplication | None:
     """Return the settings of replication with which the client started this process."""
     if arguments.peers is None:
         return None
-    from tierfs.peers.settings import replication_of  # noqa: PLC0415 - only with peers
+    from tierfs.peers.replication import replication_of  # noqa: PLC0415 - only with peers
     from tierfs.session.settings import PEER_OPTIONS, TierOptions  # noqa: PLC0415
 
     return replication_of(TierOptions(**{name: getattr(arguments, name, None) for name in PEER_OPTIONS}), 0)
