@@ -300,15 +300,18 @@ def host(tmp_path):
     host.close()
 
 
-def test_an_object_is_healed_from_a_local_tier(host):
+@pytest.mark.parametrize("is_here", [True, False], ids=["here", "on another host"])
+def test_an_object_is_healed_from_the_nearest_tier(host, is_here):
     data = random.Random(1).randbytes(3 * MIB)
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT)
+    sources = host.tiers.sources
+    if not is_here:
+        sources.tiers[:] = [replace(sources.tier("ram"), name="peer", is_here=False)]
     for key in chunk_keys(host.store):
         in_a_block(host.store, key)
     report = scrub(host.store, ALONE)
-    assert {each.healed for each in report.damage} <= {"the ram tier", "the nvme tier"}
-    assert report.damage
+    assert {each.healed for each in report.damage} == {"the ram tier" if is_here else "the peer tier"}
     assert report.is_sound
     assert load(host.plain(), "a") == data
 
