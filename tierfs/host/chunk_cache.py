@@ -63,8 +63,7 @@ class ChunkCache:
 
     def read_through(
         self,
-        name: bytes,
-        raw_length: int,
+        chunk: ChunkRequest,
         parts: Sequence[Part],
         fetch: Callable[[Sequence[Part]], Sequence[bytes]],
         *,
@@ -77,45 +76,39 @@ class ChunkCache:
         of the host that want it meanwhile. If that finds damage, only the wanted parts are fetched, and not kept.
 
         Args:
-            name: Local name of the chunk.
-            raw_length: Its bytes.
             parts: The wanted parts.
             fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks that it
                 touched, or nothing if there are none. Its errors are passed on. It may read other chunks through the
                 cache, as long as these never lead back to this ``flight``.
-            flight: Name of the fetch among concurrent readers; by default ``name``.
+            flight: Name of the fetch among concurrent readers; by default the chunk's.
             share: Smallest wanted fraction of the chunk for which all of it is fetched.
         """
-        least = (raw_length - BLOCK_BYTES) * share
+        least = (chunk.length - BLOCK_BYTES) * share
         # Several parts count with the whole blocks that are fetched for them.
         wanted = len(parts[0][1]) if len(parts) == 1 else count_blocks(parts) * BLOCK_BYTES
         if not self.keeps_reads or wanted < least:
             fetch(parts)
             return
-        with self._fetching.single_flight(flight or name):
+        with self._fetching.single_flight(flight or chunk.name):
             # Another thread or process may have fetched it since the first look, even if the lock was free.
-            if self._sources.holds(name, "ram") and self._sources.read(
-                ChunkRequest(name, raw_length), parts, is_here=True
-            ):
+            if self._sources.holds(chunk.name, "ram") and self._sources.read(chunk, parts, is_here=True):
                 return
-            if len(parts) == 1 and len(parts[0][1]) == raw_length:
-                self.insert(name, parts[0][1], fetch(parts))
+            if len(parts) == 1 and len(parts[0][1]) == chunk.length:
+                self.insert(chunk.name, parts[0][1], fetch(parts))
                 return
-            with buffers().lend(raw_length) as whole:
+            with buffers().lend(chunk.length) as whole:
                 try:
                     digests = fetch([(0, whole)])
                 except CorruptionError as error:
-                    if wanted >= raw_length:
+                    if wanted >= chunk.length:
                         raise
-                    text = (
-                        "a chunk is damaged, perhaps outside the requested range: only this range is read, uncached: %s"
-                    )
+                    text = "a chunk is damaged, perhaps outside the requested range, which alone is read, uncached: %s"
                     self._counters.fall_back("damaged_chunks_read_in_part", text, error)
                     fetch(parts)
                     return
                 for start, out in parts:
                     out[:] = whole[start : start + len(out)]
-                self.insert(name, whole, digests)
+                self.insert(chunk.name, whole, digests)
 
     def insert(self, name: bytes, data: memoryview, digests: Sequence[bytes] = ()) -> Slot | None:
         """Keep a clean copy of a chunk in the ram tier, if there is room without waiting. See `ChunkBuffer.fill`.

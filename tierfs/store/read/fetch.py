@@ -113,7 +113,7 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
     # The key of the object, not of the content: an object may be encoded against another with the same content, and
     # each must be fetched on its own.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
-    store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, share=share)
+    store.tiers.cache.read_through(chunk, parts, fetch_parts, flight=flight, share=share)
 
 
 def _fetch_stored(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:

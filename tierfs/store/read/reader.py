@@ -179,8 +179,7 @@ class _ForeignReader(Reader):
             return
         chunk = self._request(number)
         if tiers.sources.read(chunk, parts, is_here=True) is None:
-            fetch = partial(self._fetch, first)
-            tiers.cache.read_through(chunk.name, chunk.length, parts, fetch, share=self._share)
+            tiers.cache.read_through(chunk, parts, partial(self._fetch, first), share=self._share)
 
     def requests(self) -> Sequence[ChunkRequest]:
         return [self._request(number) for number in range(len(self.starts) - 1)]
