@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,8 @@ from tierfs.threads import processors, start_daemon
 
 QUEUE_MAX = 256
 BATCH_MAX = 64
+# A file is read chunk by chunk, so a request for one would soon be followed by another. Nobody waits for the copies.
+GATHER_S = 0.02
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -193,6 +196,7 @@ class Backfill:
 
     def _run(self) -> None:
         while True:
+            time.sleep(GATHER_S)
             with self._lock:
                 batch = [self._queue.popleft() for _ in range(min(BATCH_MAX, len(self._queue)))]
                 if not batch:
