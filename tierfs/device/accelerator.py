@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,30 @@ from tierfs._fork import PerProcess
 from tierfs.device.kernel_launch import copy_pieces, hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
-if TYPE_CHECKING:
-    from tierfs.device.transfer import MemoryRegion
-
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
 """After these, the host does the GPU's work: it has no memory left, or cannot compile the kernels."""
 LARGE_BYTES = 1 << 20
 """Without CuPy, tensors of at least this size are copied on the device one by one."""
+
+
+class MemoryRegion(NamedTuple):
+    """A contiguous range of host memory, and the tensors that cover it without gaps.
+
+    Attributes:
+        length: In bytes.
+        longest: Bytes of the longest tensor.
+        tensors: Strided on the device.
+        offsets: uint64: where each tensor lies in the region, in bytes.
+        sizes: uint64: the bytes of each tensor.
+        addresses: uint64: of each tensor's bytes on the device; 0 if they are not contiguous.
+    """
+
+    length: int
+    longest: int
+    tensors: Sequence[torch.Tensor]
+    offsets: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
+    addresses: np.ndarray[Any, Any]
 
 
 class Accelerator:

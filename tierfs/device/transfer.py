@@ -20,13 +20,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from tierfs import digest
 from tierfs.device.accelerator import GPU_FAILURES, Accelerator, as_bytes
+from tierfs.device.accelerator import MemoryRegion as MemoryRegion  # noqa: PLC0414 - callers of `Transfer` make them
 from tierfs.device.drain import Drain
 from tierfs.device.kernel_launch import DIGEST_BYTES, cut_blocks
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
@@ -48,26 +49,6 @@ class CaptureMode(enum.Enum):
     DEVICE = "device"
     LAZY = "lazy"
     RAM = "ram"
-
-
-class MemoryRegion(NamedTuple):
-    """A contiguous range of host memory, and the tensors that cover it without gaps.
-
-    Attributes:
-        length: In bytes.
-        longest: Bytes of the longest tensor.
-        tensors: Strided on the device.
-        offsets: uint64: where each tensor lies in the region, in bytes.
-        sizes: uint64: the bytes of each tensor.
-        addresses: uint64: of each tensor's bytes on the device; 0 if they are not contiguous.
-    """
-
-    length: int
-    longest: int
-    tensors: Sequence[torch.Tensor]
-    offsets: np.ndarray[Any, Any]
-    sizes: np.ndarray[Any, Any]
-    addresses: np.ndarray[Any, Any]
 
 
 class Transfer:
