@@ -25,7 +25,15 @@ import numpy as np
 from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.host.slab.allocate import SlotAllocator, allocate, give_up, map_shared
-from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, Reservation, SegmentHeader, open_segment, reopened
+from tierfs.host.slab.segment_file import (
+    SECTOR_BYTES,
+    OwnedFd,
+    Reservation,
+    SegmentHeader,
+    TableLock,
+    open_segment,
+    reopened,
+)
 from tierfs.host.slab.table import (
     DATA_STATES,
     DIRTY_STATES,
@@ -36,7 +44,6 @@ from tierfs.host.slab.table import (
     SlotState,
     Sums,
     Table,
-    TableLock,
     changing,
     padded,
 )

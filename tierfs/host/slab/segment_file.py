@@ -11,11 +11,14 @@ it occupies. A file is renamed to ``.slab`` when its memory is reserved and its 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import secrets
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +83,36 @@ class OwnedFd:
             os.dup2(fd, self.number, inheritable=False)
         finally:
             os.close(fd)
+
+
+class TableLock:
+    """The lock of one segment in one process.
+
+    Args:
+        fd: An open file description that only this object locks; None if the segment is closed.
+    """
+
+    def __init__(self, fd: OwnedFd | None) -> None:
+        self._fd = fd
+        self._threads = threading.Lock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Exclude every other thread and process. After `close`, exclude threads only."""
+        with self._threads:
+            fd = self._fd
+            if fd is None:
+                yield
+                return
+            fcntl.flock(fd.number, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd.number, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Drop the reference to the open file."""
+        self._fd = None
 
 
 @dataclass(frozen=True, slots=True)

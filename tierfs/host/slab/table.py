@@ -13,18 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
-import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tierfs.buffers import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from tierfs.host.slab.segment_file import OwnedFd
 
 HEAD_BYTES = 96
 SLOT_BYTES = 1024
@@ -290,36 +285,6 @@ class Table:
 def padded(length: int) -> int:
     """Return a length rounded up to whole pages."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
-
-
-class TableLock:
-    """The lock of one segment in one process.
-
-    Args:
-        fd: An open file description that only this object locks; None if the segment is closed.
-    """
-
-    def __init__(self, fd: OwnedFd | None) -> None:
-        self._fd = fd
-        self._threads = threading.Lock()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Exclude every other thread and process. After `close`, exclude threads only."""
-        with self._threads:
-            fd = self._fd
-            if fd is None:
-                yield
-                return
-            fcntl.flock(fd.number, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd.number, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Drop the reference to the open file."""
-        self._fd = None
 
 
 @contextlib.contextmanager
