@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -16,7 +17,6 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.flusher import Flusher
-from tierfs.flusher.server import ClientConnection
 from tierfs.flusher.upkeep import Upkeep
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.host import Host
@@ -36,6 +36,21 @@ if TYPE_CHECKING:
     from tierfs.host.tiers import RemoteDrafts
 
 _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
+
+
+class Client:
+    """The sender of a request.
+
+    Attributes:
+        number: Unique among all connections to this flusher.
+        pid: The client's process id, or 0 if the client is in another PID namespace. For display only.
+        version: The client's version of tierfs. Empty before the hello.
+        gone: Set when the client has hung up, before the service calls `FlushEngine.gone`.
+    """
+
+    def __init__(self, number: int, pid: int) -> None:
+        self.number, self.pid, self.version = number, pid, ""
+        self.gone = threading.Event()
 
 
 class FlushEngine:
@@ -92,7 +107,7 @@ class FlushEngine:
     def is_idle(self) -> bool:
         return self._flusher.is_idle()
 
-    def gone(self, client: ClientConnection) -> None:
+    def gone(self, client: Client) -> None:
         """End the request of a client that has hung up. Does not block.
 
         The service calls this during a running request, if there is one, and again after the last request. So there may
@@ -100,7 +115,7 @@ class FlushEngine:
         """
         self._flusher.nudge()
 
-    def handle(self, do: str, arguments: dict[str, Any], client: ClientConnection) -> dict[str, Any]:
+    def handle(self, do: str, arguments: dict[str, Any], client: Client) -> dict[str, Any]:
         """Run a client's request, without a time limit. Return values that JSON can hold and that fit in one message.
 
         Args:
@@ -119,7 +134,7 @@ class FlushEngine:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return work() or {}
 
-    def _work(self, do: str, arguments: dict[str, Any], client: ClientConnection) -> _Work:
+    def _work(self, do: str, arguments: dict[str, Any], client: Client) -> _Work:
         """Parse the arguments of a request, and return its work.
 
         A KeyError or TypeError here is the client's mistake; in the returned function it is ours.

@@ -17,17 +17,15 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import FormatError, InvalidInputError, TierfsError
+from tierfs.flusher.engine import Client, FlushEngine
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.protocol import LOCK_NAME
-
-if TYPE_CHECKING:
-    from tierfs.flusher.engine import FlushEngine
 
 CONNECTIONS_MAX = 256  # each has a thread
 FIRST_CLIENT_S = 5.0  # least time for the client that started the flusher to connect, even with a shorter linger
@@ -40,22 +38,12 @@ _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
 
 
-class ClientConnection:
-    """A client's connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket.
-
-    Attributes:
-        number: Unique among all connections to this flusher.
-        pid: The client's process id, or 0 if the client is in another PID namespace. For display only.
-        version: The client's version of tierfs. Empty before the hello.
-        gone: Set when the client has hung up, before the service calls `FlushEngine.gone`.
-    """
+class ClientConnection(Client):
+    """A client's connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket."""
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
+        super().__init__(number, pid)
         self.sock = sock
-        self.number = number
-        self.pid = pid
-        self.version = ""
-        self.gone = threading.Event()
         self.is_watched = True
         self.is_busy = False
         self.is_over = False
