@@ -22,7 +22,6 @@ from tierfs.store.leases import release_leases
 
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
-    from tierfs.session.tiers import Launcher
 
 # A flusher process outlives this process; a flusher thread does not.
 WAIT_S = 2.0
@@ -31,9 +30,9 @@ NAMED_MAX = 5
 _logger = logging.getLogger("tierfs.store")
 
 
-def finish(tiers: Tiers, url: str, launcher: Launcher) -> None:
+def finish(tiers: Tiers, url: str) -> None:
     """Wait for pending changes, and log those that are left."""
-    ends = launcher.ends_with_us
+    ends = tiers.flusher.ends_with_us
     if not _pending(tiers, ends=ends):
         return
     reason = ""
@@ -61,18 +60,17 @@ def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
     return list(tiers.drafts.pending_below("")) if ends else [draft.path for draft in tiers.drafts.own()]
 
 
-def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
+def finish_at_exit(tiers: Tiers, url: str) -> None:
     """Call `finish` when this process ends, unless it is a forked child or the tiers are no longer used.
 
-    The tiers, which keep the launcher alive, are held by a weak reference.
+    The tiers are held by a weak reference.
     """
-    _open[tiers] = url, weakref.ref(launcher), os.getpid()
+    _open[tiers] = url, os.getpid()
     _register(os.getpid())
 
 
-# By tiers, the store's root, the launcher, and the process that opened them. The launcher refers to the tiers, which only
-# their users keep alive.
-_open: weakref.WeakKeyDictionary[Tiers, tuple[str, weakref.ref[Launcher], int]] = weakref.WeakKeyDictionary()
+# By tiers, which only their users keep alive, the store's root and the process that opened them.
+_open: weakref.WeakKeyDictionary[Tiers, tuple[str, int]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -94,10 +92,10 @@ def _register(_process: int) -> None:
 
 def _wait_for_threads() -> None:
     """Wait for flushers that are threads of this process, which need executors to finish."""
-    for tiers, launcher in _opened():
+    for tiers in _opened():
         # `finish` logs how many files are left, and why.
         with contextlib.suppress(TierfsError, OSError):
-            if launcher.ends_with_us and tiers.drafts.pending_below(""):
+            if tiers.flusher.ends_with_us and tiers.drafts.pending_below(""):
                 tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
 
 
@@ -114,19 +112,18 @@ def _close_in_child() -> None:
 
 
 def _close_all() -> None:
-    for tiers, launcher in _opened():
+    for tiers in _opened():
         url = _open.pop(tiers)[0]
         # If the state directory is gone, nothing is left to close.
         if tiers.ram.host.directory.exists():
             try:
-                finish(tiers, url, launcher)
+                finish(tiers, url)
                 tiers.close()
             except (TierfsError, OSError) as error:
                 # No data is lost: the next process that opens the store finds sealed drafts.
                 _logger.warning("the local tiers of %s were not closed cleanly: %s", url, error)
 
 
-def _opened() -> list[tuple[Tiers, Launcher]]:
+def _opened() -> list[Tiers]:
     """Return the tiers that this process opened itself, not a parent, and still uses; the newest first."""
-    known = [(tiers, launcher()) for tiers, (_, launcher, process) in _open.items() if process == os.getpid()]
-    return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]
+    return [tiers for tiers, (_, process) in reversed(list(_open.items())) if process == os.getpid()]

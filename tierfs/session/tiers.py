@@ -134,7 +134,7 @@ def tiers_for(
     for tier, problem in settings.problems.items():
         # The text has the disk's free space, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
-    finish_at_exit(tiers, target.url, launcher)
+    finish_at_exit(tiers, target.url)
     if resumes and tiers.drafts.pending_below(""):
         # The changes were left by processes that ended. Opening the store need not wait for the flusher to start.
         start_daemon(tiers.writer.announce, name="resume")
@@ -182,11 +182,6 @@ class Launcher:
 
     def __repr__(self) -> str:
         return f"Launcher({self._target.url!r}, fallbacks={self.fallbacks})"
-
-    @property
-    def ends_with_us(self) -> bool:
-        """Whether this launcher's flusher is a thread of this process, and runs."""
-        return self.thread is not None and self.thread.is_alive()
 
     def hello(self) -> dict[str, Any]:
         """Return the greeting for a flusher: the object tier's URL and options, credentials included."""
@@ -276,6 +271,11 @@ class LaunchingClient(FlusherClient):
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
         self._leave = weakref.finalize(self, os.close, used)
+
+    @property
+    def ends_with_us(self) -> bool:
+        thread = self._launcher.thread
+        return thread is not None and thread.is_alive()
 
     def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> None:
         """Send the flusher these options for the object tier, which may be renewed credentials.

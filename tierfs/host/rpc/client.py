@@ -117,6 +117,11 @@ class FlusherClient:
             self._outdated = set(self._open)
         self._forget_idle()
 
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the flusher is a thread of this process, and runs."""
+        return False
+
     def is_running(self) -> bool:
         return is_flusher_running(self._directory)
 
