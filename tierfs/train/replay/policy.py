@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,6 @@ from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 from tierfs.train.policies import Context
 from tierfs.units import parse_size
-
-if TYPE_CHECKING:
-    from tierfs.train.replay.recorder import Recorder
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -28,6 +24,22 @@ ELEMENTWISE = (
 """Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 AGAIN_SHARE = 0.25
 """The aim for the share of a step's time that making it again takes; ``integration/bench/replay.py`` measured less."""
+
+
+class StepLog:
+    """The state of the log of one rank, which its policy needs.
+
+    Attributes:
+        chain: The chain that the next file belongs to; empty while nothing is logged.
+        wants_save: Whether the log needs a full save.
+        is_fresh: Whether nothing was saved or restored yet, the same on all ranks.
+        is_between: Whether the last step left gradients that no optimizer has used.
+    """
+
+    def __init__(self) -> None:
+        self.chain = ""
+        self.wants_save = self.is_fresh = True
+        self.is_between = False
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +72,7 @@ class Replay:
     level: str = "staged"
     elementwise: Sequence[type] = ()
     allow_approximate: bool = False
-    recorder: Recorder | None = field(default=None, init=False, repr=False)
+    recorder: StepLog | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("every", "prove_every"):

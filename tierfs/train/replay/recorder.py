@@ -42,7 +42,7 @@ from tierfs.train.optimizers import parameters_of
 from tierfs.train.replay.logged_file import StepFacts, commit_log, gradients_of
 from tierfs.train.replay.others import ALL, Others
 from tierfs.train.replay.parts import Parts, groups_of, kind_of
-from tierfs.train.replay.policy import Replay
+from tierfs.train.replay.policy import Replay, StepLog
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import DictState, TrainState
 from tierfs.units import format_bytes
@@ -61,21 +61,13 @@ _AMP = ("grad_scale", "found_inf")
 _logger = logging.getLogger("tierfs.train")
 
 
-class Recorder:
-    """Logs the steps of one rank. All methods run on the training thread.
-
-    Attributes:
-        chain: The chain that the next file belongs to; empty while nothing is logged.
-        wants_save: Whether the log needs a full save.
-        is_fresh: Whether nothing was saved or restored yet, the same on all ranks.
-        is_between: Whether the last step left gradients that no optimizer has used.
-    """
+class Recorder(StepLog):
+    """Logs the steps of one rank. All methods run on the training thread."""
 
     def __init__(self, policy: Replay, run: RunDirectory, world: World) -> None:
+        super().__init__()
         self.policy = policy
-        self.chain = self._parent = ""
-        self.wants_save = self.is_fresh = True
-        self.is_between = False
+        self._parent = ""
         self._level = Level.parse(policy.level)
         self.run = run
         self.world = world
