@@ -48,12 +48,22 @@ def test_every_page_is_reached_from_the_index():
 
 @pytest.mark.parametrize("page", ["docs/explanation/architecture.md", ".github/CONTRIBUTING.md"])
 def test_the_maps_of_the_code_name_what_is_there(page):
-    named = re.findall(r"`(\w+)` in\s+`(tierfs/[\w/]+\.py)`", (ROOT / page).read_text())
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`(\w+)` in\s+`(tierfs/[\w/]+\.py)`", text)
     assert named
     for name, path in named:
-        assert re.search(rf"^(?:def |class )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), (name, path)
-    for path in re.findall(r"`((?:tierfs|docs)/[\w/.]+)`", (ROOT / page).read_text()):
-        assert "NAME" in path or (ROOT / path).exists(), path
+        defined = re.compile(rf"^(?:async def |def |class )?{name}\b", re.MULTILINE)
+        assert defined.search((ROOT / path).read_text()), f"{path} has no {name}"
+    for path in re.findall(r"`(\.?\w+/[\w/.-]*|[\w./-]+\.py)`", text):
+        assert "NAME" in path or (ROOT / path).exists(), f"{path} is not there, or is no path from the top"
+
+
+def test_the_map_of_the_code_has_every_folder():
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    named = re.findall(r"^\| `(tierfs/[\w/]+/)` \|", page, re.MULTILINE)
+    inner = (path.parent for path in (ROOT / "tierfs").rglob("*.*") if "__pycache__" not in path.parts)
+    deep = {f"{folder.relative_to(ROOT)}/" for folder in inner if len(folder.relative_to(ROOT).parts) == 3}
+    assert set(named) == deep
 
 
 def test_every_page_is_in_the_menu_of_the_site():
