@@ -25,7 +25,8 @@ from tierfs.session import compose, open_store
 from tierfs.session.url import parse_url
 from tierfs.store import load
 from tierfs.store.create import create_store
-from tierfs.store.offline import AWAY_S, KnownStores, ask_briefly, within
+from tierfs.store.looks import within
+from tierfs.store.offline import AWAY_S, KnownStores, ask_briefly
 from tierfs.threads import WORKERS, transfers
 
 

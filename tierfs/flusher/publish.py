@@ -19,6 +19,7 @@ from tierfs.store.commit import PART, Commits
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.pipeline import Codecs
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
+from tierfs.store.offline import is_current
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.status import request_metrics
 from tierfs.store.store import Store
@@ -205,7 +206,7 @@ class StorePublisher:
         """
         with self._lock:
             opened = self._opened
-            if opened is not None and opened.store.is_current():
+            if opened is not None and is_current(opened.store):
                 self._check(opened.store)
                 return opened
             store = self._open_store()

@@ -32,7 +32,8 @@ from tierfs.session.compose import check_nothing_is_left, compose, open_tiers, s
 from tierfs.session.settings import ResolvedTiers
 from tierfs.session.url import LOCAL, Location, parse_url, target_url
 from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor
-from tierfs.store.offline import LOOK_S, KnownStores, within
+from tierfs.store.looks import LOOK_S, within
+from tierfs.store.offline import KnownStores, is_current
 from tierfs.store.store import Store
 
 NESTED_LOOKED_AT_MAX = 10_000
@@ -220,7 +221,7 @@ def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
 
 def _is_there(location: Location, root: str, known: Store) -> bool:
     """Return whether ``root`` still holds this store; if not, forget it."""
-    if known.is_current():
+    if is_current(known):
         return True
     _logger.warning("%s was deleted or recreated: opening it again", known.url)
     with _lock:

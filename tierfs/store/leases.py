@@ -31,7 +31,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, objects_below
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store.offline import within
+from tierfs.store.looks import within
 
 KNOWN_MAX = 200_000
 LOOKS_AT_FIRST = 2

@@ -1,4 +1,4 @@
-"""Bounded requests to an object tier that may be unreachable, and the descriptors that this host keeps for that case.
+"""Requests for a store whose object tier may be unreachable, and the descriptors that this host keeps for that case.
 
 A save that the flusher publishes needs the object tier only to observe the version that it replaces. While the object
 tier does not answer, the version that this host saw last is used, and callers do not wait for each request anew.
@@ -13,58 +13,22 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from tierfs.checked_json import parse_object
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
+from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.host.filesystems import make_private
 from tierfs.host.pending.levels import Level
-from tierfs.threads import start_daemon
+from tierfs.objects.checksums import read_decoded
+from tierfs.objects.protocol import Version
+from tierfs.store.looks import LOOK_S, begin, within
+from tierfs.store.store import Store
 
-if TYPE_CHECKING:
-    from tierfs.store.store import Store
-
-LOOK_S = 5.0
 AWAY_S = 30.0
 _Answer = TypeVar("_Answer")
 _logger = logging.getLogger("tierfs.store")
-
-
-def begin(look: Callable[[], _Answer]) -> concurrent.futures.Future[_Answer]:
-    """Call ``look``, which asks the object tier, on a daemon thread of its own.
-
-    On a thread that transfers chunks it would block saves and delay the exit of this process.
-    """
-    future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
-
-    def ask() -> None:
-        try:
-            future.set_result(look())
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-            future.set_exception(error)
-
-    if start_daemon(ask, name="look") is None:
-        ask()
-    return future
-
-
-def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
-    """Return the result of ``look``, which asks the object tier, or fail after this many seconds.
-
-    ``look`` continues after a timeout.
-
-    Raises:
-        StoreError: There was no answer in time. The error is transient.
-        TierfsError: Raised by ``look``.
-    """
-    try:
-        return begin(look).result(seconds)
-    except concurrent.futures.TimeoutError:
-        raise StoreError(
-            f"the object tier did not answer within {seconds:g} s", transient=True, tier="object"
-        ) from None
 
 
 def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
@@ -131,6 +95,45 @@ def while_reachable(store: Store, work: Callable[[], _Answer]) -> _Answer:
     while not concurrent.futures.wait([future], LOOK_S).done:
         check_reachable(store)
     return future.result()
+
+
+def is_current(store: Store) -> bool:
+    """Return whether the root still holds a store, which was neither deleted nor replaced by a new one.
+
+    Asks the object tier each time if it is a directory of this host, else once in the duration of a lease. If a
+    store with local tiers gets no answer, this is logged and counted, and the result is True.
+
+    Raises:
+        StoreError, ReadOnlyError, CorruptionError, FormatError: The descriptor cannot be read.
+    """
+    now = store.clock.monotonic()
+    if not store.descriptor.endpoint.host_local and now < store.checked_at + store.descriptor.lease_s:
+        return True
+    try:
+        version = _version(store) if store.tiers is None else ask_briefly(store, lambda: _version(store))
+    except NotFoundError:
+        return False
+    except StoreError as error:
+        if not error.transient or store.tiers is None:
+            raise
+        store.tiers.counters.fall_back("unchecked_stores", "cannot check whether %s still exists: %s", store.url, error)
+        return True
+    if version is None:
+        return False
+    store.checked_at, store.descriptor_version = now, version
+    return True
+
+
+def _version(store: Store) -> Version | None:
+    """Return the version of the descriptor at the root, or None if it is the descriptor of another store."""
+    version = store.objects.head(keys.DESCRIPTOR).version
+    if version != store.descriptor_version:
+        where = store.where(keys.DESCRIPTOR)
+        found, info, _ = read_decoded(store.objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
+        if found.uuid != store.descriptor.uuid:
+            return None
+        version = info.version
+    return version
 
 
 class KnownStores:

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import NotFoundError, StoreError, TierfsError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.checkpoint import SaveMark
-from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
+from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Record
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
-from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, ObjectTier, Version
 from tierfs.store.encode.pipeline import AUTO, Codecs
 from tierfs.store.leases import LeaseCache
-from tierfs.store.offline import ask_briefly
 from tierfs.store.tree.host_records import HostRecords
 
 if TYPE_CHECKING:
@@ -68,6 +66,8 @@ class Store:
 
     Attributes:
         before_change: Called right before a record is put or sealed. If it raises, nothing is changed.
+        checked_at: Time on ``clock`` at which the root was last seen to hold this store.
+        descriptor_version: The version that the descriptor had then; ``None`` if it was not read.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Store:
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
         self._damage_told_to = tiers
-        self._checked_at = self.clock.monotonic()
-        self._descriptor_version: Version | None = None
+        self.checked_at = self.clock.monotonic()
+        self.descriptor_version: Version | None = None
         self.state_dir = state_dir
         self.records = RecordCache()
         # The saves of checkpoints that this process began, by the path of their metadata. See `Commits.begin`.
@@ -161,47 +161,8 @@ class Store:
             self._hand_over(writes=writes)
 
     def check_before_writing(self) -> None:
-        """Make the next `is_current` ask the object tier, because this store was opened without asking it."""
-        self._checked_at = float("-inf")
-
-    def is_current(self) -> bool:
-        """Return whether the root still holds this store, which was neither deleted nor replaced by a new one.
-
-        Asks the object tier each time if it is a directory of this host, else once in the duration of a lease. If a
-        store with local tiers gets no answer, this is logged and counted, and the result is True.
-
-        Raises:
-            StoreError, ReadOnlyError, CorruptionError, FormatError: The descriptor cannot be read.
-        """
-        now = self.clock.monotonic()
-        if not self.descriptor.endpoint.host_local and now < self._checked_at + self.descriptor.lease_s:
-            return True
-        try:
-            version = self._look() if self.tiers is None else ask_briefly(self, self._look)
-        except NotFoundError:
-            return False
-        except StoreError as error:
-            if not error.transient or self.tiers is None:
-                raise
-            self.tiers.counters.fall_back(
-                "unchecked_stores", "cannot check whether %s still exists: %s", self.url, error
-            )
-            return True
-        if version is None:
-            return False
-        self._checked_at, self._descriptor_version = now, version
-        return True
-
-    def _look(self) -> Version | None:
-        """Return the version of the descriptor at the root, or None if it is the descriptor of another store."""
-        version = self.objects.head(keys.DESCRIPTOR).version
-        if version != self._descriptor_version:
-            where = self.where(keys.DESCRIPTOR)
-            found, info, _ = read_decoded(self.objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
-            if found.uuid != self.descriptor.uuid:
-                return None
-            version = info.version
-        return version
+        """Make the next `tierfs.store.offline.is_current` ask the object tier, because this store was opened without asking it."""
+        self.checked_at = float("-inf")
 
     def without_local_tiers(self) -> Store:
         """Return this store without its local tiers, for a caller that needs the content of the object tier.

@@ -16,7 +16,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.session.compose import local_store
 from tierfs.store import evict, find, prefetch, wait
 from tierfs.store.local_changes import tiers_below
-from tierfs.store.offline import begin
+from tierfs.store.looks import begin
 from tierfs.units import format_bytes
 
 LOOK_S = 0.25

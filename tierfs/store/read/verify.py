@@ -22,8 +22,8 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.format.upkeep import Collector, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.store.looks import LOOK_S, within
 from tierfs.store.maintenance.examine import Damage, examine, lacks_base
-from tierfs.store.offline import LOOK_S, within
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
