@@ -289,7 +289,7 @@ def test_a_flusher_that_begins_anew_fetches_no_block_of_the_save_before_twice(ob
 
 
 def test_a_save_before_whose_tensors_lie_in_too_many_places_is_passed_over(objects, training, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.encode.tensors"], "LOOK_BLOCKS_MAX", 1)
+    monkeypatch.setattr(sys.modules["tierfs.store.encode.parents"], "LOOK_BLOCKS_MAX", 1)
     flushing, _, contexts, asked = begin_anew(objects, training, 20)
     assert asked["requests"] <= 2
     assert not any(context.base for context in contexts)

@@ -23,17 +23,14 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft
+from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, stored_layout
 from tierfs.store.encode.tensors import (
     ChunkContext,
     ChunkPart,
-    ListedNames,
     TensorPlace,
-    find_parent,
-    given_parent,
     group_of,
     layout_of,
     places,
-    stored_layout,
     unknown_layout,
 )
 from tierfs.store.read.lookup import read_envelope

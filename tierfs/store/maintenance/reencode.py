@@ -17,7 +17,8 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.tensors import ChunkContext, group_of, places, stored_layout, unknown_layout
+from tierfs.store.encode.parents import stored_layout
+from tierfs.store.encode.tensors import ChunkContext, group_of, places, unknown_layout
 from tierfs.store.maintenance.gc.report import Tally
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import Reader, expand_rows, open_manifest
