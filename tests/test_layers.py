@@ -133,11 +133,10 @@ def test_no_file_of_the_core_imports_or_names_a_satellite():
 
 
 def at_import(body):
-    """Yield the imports that run when a module is imported: not those in functions or under TYPE_CHECKING."""
+    """Yield the imports of a module outside of its functions, those under TYPE_CHECKING too."""
     for node in body:
         if isinstance(node, ast.If):
-            names = {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}
-            yield from at_import([*([] if "TYPE_CHECKING" in names else node.body), *node.orelse])
+            yield from at_import([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
             yield from at_import(
                 [*node.body, *(step for handler in node.handlers for step in handler.body), *node.orelse]
@@ -146,13 +145,24 @@ def at_import(body):
             yield node
 
 
+# Imports under TYPE_CHECKING that still close a circle, each by its module.
+BACKWARDS = {
+    # The staging of a GPU fills a shard file, which has the staging.
+    "tierfs.dcp.save.gpu_staging": "tierfs.dcp.save.shard_file",
+    # The encoder reads the bases of a chunk by a reader of the store, which has the encoder.
+    "tierfs.store.encode.encoder": "tierfs.store.chunks",
+    "tierfs.store.encode.pipeline": "tierfs.store.chunks",
+}
+
+
 def test_no_two_modules_import_each_other_in_a_circle():
     found = {name_of(path): path for path in modules() if room_of(path) != "testing"}
     edges = {}
     for name, path in found.items():
         wanted = imported(at_import(ast.parse(path.read_text()).body), path)
         edges[name] = sorted(
-            {full if full in found else full.rpartition(".")[0] for full in wanted} & found.keys() - {name}
+            ({full if full in found else full.rpartition(".")[0] for full in wanted} & found.keys())
+            - {name, BACKWARDS.get(name)}
         )
     finished, on_the_way = set(), []
 
