@@ -23,7 +23,7 @@ from tierfs.errors import InvalidInputError, StoreError
 from tierfs.experimental.activations import Activations
 from tierfs.experimental.activations.choice import SavedTensor, choose
 from tierfs.experimental.activations.memory import Space, SpillFile
-from tierfs.experimental.activations.regions import Place, Region, Regions
+from tierfs.experimental.activations.regions import Phase, Region, Regions
 
 MIB = 1 << 20
 
@@ -184,15 +184,15 @@ def test_the_oldest_bytes_are_spilled_and_the_next_are_read_ahead(disk):
     regions = Regions(Space(4 * MIB), SpillFile(disk, 64 * MIB))
     sources = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(8)]
     held = [regions.hold(source, None) for source in sources]
-    until(lambda: Place.SPILLING not in [region.place for region in held])
+    until(lambda: Phase.SPILLING not in [region.phase for region in held])
     # Three quarters of the budget stay full, so that the next tensor finds room.
-    assert [region.place for region in held] == [Place.DISK] * 5 + [Place.RAM] * 3
+    assert [region.phase for region in held] == [Phase.DISK] * 5 + [Phase.RAM] * 3
     while held:
         region, number = held.pop(), len(held)
         assert torch.equal(regions.restore(region), sources[number])
         del region
         if number == 5:
-            assert [region.place for region in held] == [Place.DISK] * 3 + [Place.COMING] * 2
+            assert [region.phase for region in held] == [Phase.DISK] * 3 + [Phase.COMING] * 2
     assert regions.stats()["disk_bytes"] == 0
     assert regions.memory.taken_bytes == 0
 

@@ -10,7 +10,7 @@ from support.mount_hand import Hand
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
 from tierfs.host.write.writer import SlabWriter
-from tierfs.mount import staging
+from tierfs.mount import overlay
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.session import TierOptions, init, open_store
 from tierfs.session.url import Location
@@ -25,9 +25,9 @@ DATA = random.Random(9).randbytes(6 * MIB + 77)
 @pytest.fixture(autouse=True)
 def all_are_given_back():
     yield
-    taken = [staging.ahead_free.acquire(blocking=False) for _ in range(staging.AHEAD_MAX)]
+    taken = [overlay.ahead_free.acquire(blocking=False) for _ in range(overlay.AHEAD_MAX)]
     for _ in filter(None, taken):
-        staging.ahead_free.release()
+        overlay.ahead_free.release()
     assert all(taken)
 
 
@@ -211,7 +211,7 @@ def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch, go
     def full(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(staging.StagedInode, "_write_local", full)
+    monkeypatch.setattr(overlay.OverlaidInode, "_write_local", full)
     for change in (lambda: hand.files.write(handle, 5, memoryview(b"x")), lambda: hand.files.read(handle, 5, 5)):
         with pytest.raises(OSError, match="no room"):
             change()
@@ -232,7 +232,7 @@ def test_a_file_that_is_emptied_needs_no_room_on_the_local_disk(hand, monkeypatc
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging.StagedInode, "_write_local", full)
+        patch.setattr(overlay.OverlaidInode, "_write_local", full)
         hand.files.set_attributes(handle.node, SetAttr(Valid.SIZE, 0, 0, 0, 0, 0, 0))
     write(hand, handle, DATA[5:])
     hand.close(handle)
@@ -240,10 +240,10 @@ def test_a_file_that_is_emptied_needs_no_room_on_the_local_disk(hand, monkeypatc
 
 
 def test_files_beyond_the_bound_are_stored_when_they_are_closed(hand):
-    handles = [hand.create(f"f{number}") for number in range(staging.AHEAD_MAX + 2)]
+    handles = [hand.create(f"f{number}") for number in range(overlay.AHEAD_MAX + 2)]
     for handle in handles:
         write(hand, handle, DATA)
-    assert sum(map(is_ahead, handles)) == staging.AHEAD_MAX
+    assert sum(map(is_ahead, handles)) == overlay.AHEAD_MAX
     for handle in handles:
         hand.close(handle)
     assert all(verbs.load(hand.state.store, f"f{number}") == DATA for number in range(len(handles)))

@@ -14,7 +14,7 @@ from support.waiting import HANG_S
 from tierfs import store as verbs
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, StoreError
 from tierfs.mount import tree, wire
-from tierfs.mount.staging import COPY_BYTES
+from tierfs.mount.overlay import COPY_BYTES
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
 from tierfs.mount.wire import Valid

@@ -144,7 +144,7 @@ def copy_pieces(copies: Sequence[tuple[int, int, int]] | npt.NDArray[np.uint64],
 
 DIGEST_BYTES = DigestKind.XXH3_128.size
 
-Addresses: TypeAlias = npt.NDArray[np.uint64]
+DeviceAddresses: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint32]
 
 # Below this many blocks per multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in flight for
@@ -157,7 +157,7 @@ _NARROW_THREADS = 32
 _WIDE_THREADS = 256
 
 
-def cut_blocks(address: int, length: int) -> tuple[Addresses, Lengths]:
+def cut_blocks(address: int, length: int) -> tuple[DeviceAddresses, Lengths]:
     """Cut a region of memory into blocks.
 
     Returns:
@@ -169,7 +169,7 @@ def cut_blocks(address: int, length: int) -> tuple[Addresses, Lengths]:
     return starts + np.uint64(address), lengths
 
 
-def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
+def hash_blocks(addresses: DeviceAddresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
     """Hash blocks of a GPU's memory on torch's current stream of ``device``. Returns before the kernel has run.
 
     A block may have any address. Blocks at multiples of 16 bytes are read fastest.
@@ -207,7 +207,7 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
     return digests
 
 
-def _upload(addresses: Addresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
+def _upload(addresses: DeviceAddresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
     """Copy both arrays, one behind the other, to ``device`` on its current stream."""
     # torch reuses the memory of a pinned tensor only after the copies from it have ended, so it may be dropped here.
     table = torch.empty(addresses.nbytes + lengths.nbytes, dtype=torch.uint8, pin_memory=True)

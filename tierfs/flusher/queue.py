@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
 # that to pay.
 LARGE_BYTES_MIN = 64 << 20
-Turn: TypeAlias = tuple[int, int, int]
+ClosingKey: TypeAlias = tuple[int, int, int]
 """The sort key of the closing order: see `Draft.turn`."""
 
 
@@ -84,7 +84,7 @@ class FlushItem:
     """
 
     draft: Draft
-    turn: Turn
+    turn: ClosingKey
     slot: Slot | None = None
     number: int | None = None
     level: Level = Level.STAGED
@@ -314,7 +314,7 @@ class FlushQueue:
         """Return the first ``count`` drafts that are not past the nvme tier, in closing order."""
         return self._waiting[:count]
 
-    def last_waiting(self) -> Turn | None:
+    def last_waiting(self) -> ClosingKey | None:
         """Return the turn of the last draft that is not past the nvme tier, or None if there is none."""
         return self._waiting[-1].turn if self._waiting else None
 
@@ -443,7 +443,7 @@ def _take_out(drafts: list[FlushItem], entry: FlushItem) -> None:
         del drafts[at]
 
 
-def _turn(entry: FlushItem) -> Turn:
+def _turn(entry: FlushItem) -> ClosingKey:
     return entry.turn
 
 
@@ -451,24 +451,24 @@ class ClosingOrder:
     """The pending drafts of each directory in closing order. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._below: dict[str, list[Turn]] = {}
+        self._below: dict[str, list[ClosingKey]] = {}
 
-    def add(self, path: str, turn: Turn) -> None:
+    def add(self, path: str, turn: ClosingKey) -> None:
         for directory in _ancestors(path):
             bisect.insort(self._below.setdefault(directory, []), turn)
 
-    def remove(self, path: str, turn: Turn) -> None:
+    def remove(self, path: str, turn: ClosingKey) -> None:
         for directory in _ancestors(path):
             turns = self._below[directory]
             del turns[bisect.bisect_left(turns, turn)]
             if not turns:
                 del self._below[directory]
 
-    def first(self, path: str) -> Turn:
+    def first(self, path: str) -> ClosingKey:
         """Return the turn of the earliest pending draft in or below the directory of ``path``."""
         return self._below[path.rpartition("/")[0]][0]
 
-    def firsts(self, path: str) -> Iterator[Turn]:
+    def firsts(self, path: str) -> Iterator[ClosingKey]:
         """Yield the turn of the earliest pending draft of each directory above ``path``. A turn may repeat."""
         for directory in _ancestors(path):
             turns = self._below.get(directory)

@@ -19,8 +19,8 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.nodes import Handle, Node, NodeState, version_of
+from tierfs.mount.overlay import AHEAD_MAX, Change, OverlaidInode, replaces
 from tierfs.mount.reading import ReadAhead, Views
-from tierfs.mount.staging import AHEAD_MAX, Change, StagedInode, replaces
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid, refusal
 from tierfs.store import Entry, WriteMode, Writer
@@ -84,7 +84,7 @@ class Files:
         """Open a new file, which the store has already if it was created exclusively."""
         with node.lock:
             change = Change.LENGTH if node.is_unpublished else Change.NONE
-            node.staged = StagedInode(self._state.staging, None, change)
+            node.staged = OverlaidInode(self._state.staging, None, change)
             return self._handle(node, writes=True)
 
     def handle(self, number: int) -> Handle:
@@ -238,7 +238,7 @@ class Files:
             if tiers.drafts.pending(path) is None:
                 return
             reader = self._reader(node)
-            staged = StagedInode(self._state.staging, None)
+            staged = OverlaidInode(self._state.staging, None)
             try:
                 staged.fill_from(reader)
             except BaseException:
@@ -274,7 +274,7 @@ class Files:
         elif is_lost:
             self._state.nodes.remove(node)
 
-    def _publish_content(self, node: Node, staged: StagedInode) -> None:
+    def _publish_content(self, node: Node, staged: OverlaidInode) -> None:
         store, path = self._state.store, node.path
         assert path is not None
         base = node.entry.manifest if node.entry is not None else None
@@ -322,7 +322,7 @@ class Files:
                 return None
         return Writer(store, path, level=level)
 
-    def _take_published(self, node: Node, staged: StagedInode, writer: Writer) -> None:
+    def _take_published(self, node: Node, staged: OverlaidInode, writer: Writer) -> None:
         path, store = node.path, self._state.store
         assert path is not None
         # The writer knows the manifest that is pending or published, so no request to the store is needed.
@@ -416,15 +416,15 @@ class Files:
                 node.reader = verbs.open_entry(self._state.store, node.entry)
             return node.reader
 
-    def _staged(self, node: Node) -> StagedInode:
+    def _staged(self, node: Node) -> OverlaidInode:
         if node.staged is None:
-            node.staged = StagedInode(self._state.staging, self._reader(node))
+            node.staged = OverlaidInode(self._state.staging, self._reader(node))
         return node.staged
 
     def _resize(self, node: Node, length: int) -> None:
         if node.staged is None and not length:
             change = Change.LENGTH if node.attributes.size or node.is_unpublished else Change.NONE
-            node.staged = StagedInode(self._state.staging, None, change)
+            node.staged = OverlaidInode(self._state.staging, None, change)
         staged = self._staged(node)
         if staged.length != length or node.attributes.size != length:
             staged.resize(length)

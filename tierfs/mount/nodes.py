@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from tierfs.mount.attributes import Attributes, attributes_of
+from tierfs.mount.overlay import Change, OverlaidInode
 from tierfs.mount.reading import ReadAhead
-from tierfs.mount.staging import Change, StagedInode
 from tierfs.store import Entry, Reader
 
 ROOT_ID = 1
@@ -77,7 +77,7 @@ class Node:
     version: str | None = None
     entry: Entry | None = None
     reader: Reader | None = None
-    staged: StagedInode | None = None
+    staged: OverlaidInode | None = None
     handles: set[Handle] = field(default_factory=set)
     lookups: int = 0
     state: NodeState = NodeState.NEW

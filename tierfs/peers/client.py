@@ -14,7 +14,7 @@ from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreErro
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
 from tierfs.peers.room import elsewhere
-from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, Take, dial
+from tierfs.peers.wire import NAMES_MAX, VERSION, BodyReader, Connection, dial
 
 if TYPE_CHECKING:
     import ssl
@@ -78,7 +78,7 @@ class PeerClient:
             connection.set_timeout(timeout_s)
             return connection.ask({"do": do, **arguments}, body)
 
-    def fetch(self, do: str, take: Take, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    def fetch(self, do: str, take: BodyReader, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """Send a request, and let ``take`` read the body of its answer.
 
         Args:

@@ -29,7 +29,7 @@ IDLE_S = 60.0
 """Limit for each read and write, so that a half-open connection ends."""
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"TFSP"
-Take: TypeAlias = "Callable[[Connection, dict[str, Any], int], None]"
+BodyReader: TypeAlias = "Callable[[Connection, dict[str, Any], int], None]"
 """Reads the body of an answer: called with the connection, the answer, and the bytes of the body."""
 
 
@@ -109,7 +109,7 @@ class Connection:
             use(piece)
 
     def ask(
-        self, message: Mapping[str, Any], body: memoryview | None = None, take: Take | None = None
+        self, message: Mapping[str, Any], body: memoryview | None = None, take: BodyReader | None = None
     ) -> dict[str, Any]:
         """Send a request and return its answer. ``take`` reads the answer's body; without it there may be none.
 

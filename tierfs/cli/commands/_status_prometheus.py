@@ -137,7 +137,7 @@ def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
     """
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # noqa: PLC0415 - only where it is asked for
 
-    class Answer(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(HTTPStatus.NOT_FOUND, "see /metrics")
@@ -157,7 +157,7 @@ def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
             """Log no requests."""
 
     try:
-        server = ThreadingHTTPServer((LOOPBACK, port), Answer)
+        server = ThreadingHTTPServer((LOOPBACK, port), MetricsHandler)
     except (OSError, OverflowError) as error:
         raise InvalidInputError(f"the metrics cannot be served at port {port} ({error}): give another one") from error
     start_daemon(server.serve_forever, name="metrics")

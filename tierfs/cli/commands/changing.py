@@ -13,7 +13,7 @@ from functools import partial
 from typing import cast
 
 from tierfs.cli.arguments import PLACE, command, progress_option, suggested
-from tierfs.cli.files.places import LocalPlace, Place, StorePlace, any_place, kind_of, sent_bytes, store_place
+from tierfs.cli.files.places import FilePlace, LocalPlace, StorePlace, any_place, kind_of, sent_bytes, store_place
 from tierfs.cli.files.targets import (
     SELECTION,
     TARGET,
@@ -42,8 +42,8 @@ _STREAM = "-"
 class _CopyPlan:
     """All files and directories to copy. The plan is complete and checked before anything is copied."""
 
-    files: list[tuple[FileContent, Place]] = field(default_factory=list)
-    directories: list[Place] = field(default_factory=list)
+    files: list[tuple[FileContent, FilePlace]] = field(default_factory=list)
+    directories: list[FilePlace] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)  # of each target, with that of its source
     store: Store | None = None  # of the target
 
@@ -53,7 +53,7 @@ class _CopyPlan:
         sizes = [content.size for content, _ in self.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def add(self, content: FileContent, source: Place, place: Place) -> None:
+    def add(self, content: FileContent, source: FilePlace, place: FilePlace) -> None:
         """Add one file. Raise if another file already goes to the same place."""
         if place.url in self.urls:
             raise InvalidInputError(
@@ -93,7 +93,7 @@ def run_cp(arguments: argparse.Namespace) -> int:
     before = 0 if plan.store is None else sent_bytes(plan.store)
     with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
 
-        def copy_one(item: tuple[FileContent, Place], stop: threading.Event) -> None:
+        def copy_one(item: tuple[FileContent, FilePlace], stop: threading.Event) -> None:
             _copy(*item, partial(_advance, progress, stop))
 
         for place in plan.directories:
@@ -127,7 +127,7 @@ def _plan_copy(arguments: argparse.Namespace) -> _CopyPlan:
     return plan
 
 
-def _plan_copied_directory(plan: _CopyPlan, source: Place, final: Place, chosen: Selection) -> None:
+def _plan_copied_directory(plan: _CopyPlan, source: FilePlace, final: FilePlace, chosen: Selection) -> None:
     taken = final.taken() if isinstance(final, StorePlace) else {}  # a local filesystem refuses a clash by itself
     contents = [each for each in source.contents() if chosen.is_all or (each[1] is not None and chosen.takes(each[0]))]
     # The directories above a file are created with the file.
@@ -183,7 +183,7 @@ def _copy_to_stdout(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(content: FileContent, target: Place, advance: Callable[[int], object]) -> None:
+def _copy(content: FileContent, target: FilePlace, advance: Callable[[int], object]) -> None:
     """Copy one file. A copy within a store writes a manifest and no data."""
     if content.stored and isinstance(target, StorePlace) and content.stored[0] is target.store:
         advance(0)

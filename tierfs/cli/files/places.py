@@ -248,7 +248,7 @@ def kind_of(entry: Entry) -> Kind:
     return "directory" if entry.is_directory else "file"
 
 
-Place: TypeAlias = StorePlace | LocalPlace
+FilePlace: TypeAlias = StorePlace | LocalPlace
 
 
 def store_place(
@@ -303,7 +303,7 @@ def whole_store(text: str, command: str, *, as_configured: bool = False) -> Stor
     return place.store
 
 
-def any_place(text: str, *, write: bool = False, is_new: bool = False) -> Place:
+def any_place(text: str, *, write: bool = False, is_new: bool = False) -> FilePlace:
     """Return the place of an argument that may be local. Only an argument that starts with ``tierfs`` is in a store.
 
     Raises:

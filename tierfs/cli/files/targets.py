@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tierfs.cli.files.places import IN_STORE, LocalPlace, Place, StorePlace, any_place, store_place
+from tierfs.cli.files.places import IN_STORE, FilePlace, LocalPlace, StorePlace, any_place, store_place
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, ReadOnlyError
 from tierfs.format.keys import is_at_or_below
 from tierfs.store import Entry, Store, find, remove_directory
@@ -52,7 +52,7 @@ class Selection(NamedTuple):
         return (not self.include or matches(self.include)) and not matches(self.exclude)
 
 
-def sources_of(texts: list[str]) -> Iterator[Place]:
+def sources_of(texts: list[str]) -> Iterator[FilePlace]:
     """Yield the places that arguments name, which may be local. Raises as `any_place` and `places_of` do."""
     for text in texts:
         if text.startswith(IN_STORE):
@@ -98,7 +98,7 @@ TARGET = {
 }
 
 
-def target_of(target: Place, arguments: argparse.Namespace) -> tuple[Kind | None, bool]:
+def target_of(target: FilePlace, arguments: argparse.Namespace) -> tuple[Kind | None, bool]:
     """Return the kind of the entry at the target argument, or None, and whether to put sources into the target.
 
     Raises:
@@ -111,8 +111,8 @@ def target_of(target: Place, arguments: argparse.Namespace) -> tuple[Kind | None
 
 
 def final_place(
-    source: Place, kind: Kind, target: Place, target_kind: Kind | None, *, into: bool, alone: bool
-) -> Place:
+    source: FilePlace, kind: Kind, target: FilePlace, target_kind: Kind | None, *, into: bool, alone: bool
+) -> FilePlace:
     """Return the place where one source, perhaps the only one (``alone``), ends up.
 
     Raises:
@@ -139,7 +139,7 @@ def final_place(
     return final
 
 
-def refuse_below_file(target: Place) -> None:
+def refuse_below_file(target: FilePlace) -> None:
     """Check that no file is in place of a directory above a target where nothing is yet.
 
     An object store accepts such a target, but its files could not be copied to a local directory. A local filesystem

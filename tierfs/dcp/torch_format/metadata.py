@@ -67,7 +67,7 @@ _ARGUMENTS_MAX = 4096
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
-class Record:
+class TorchObject:
     """A stand-in for an instance of one of torch's classes.
 
     Attributes:
@@ -78,7 +78,7 @@ class Record:
     __slots__ = ("state",)
     kind = ""
 
-    def __new__(cls, *_arguments: Any) -> Record:
+    def __new__(cls, *_arguments: Any) -> TorchObject:
         """Make a stand-in without a state."""
         made = object.__new__(cls)
         made.state = {}
@@ -121,7 +121,7 @@ class _Unpickler(pickle._Unpickler):
         self._where = where
         self._paths_left = len(data)
         self._known: dict[tuple[str, str], Any] = {
-            (module, name): type(name, (Record,), {"__slots__": (), "kind": name}) for module, name in _RECORDS
+            (module, name): type(name, (TorchObject,), {"__slots__": (), "kind": name}) for module, name in _RECORDS
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -172,7 +172,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def unpickle(data: bytes, where: str) -> Any:
-    """Return the content of the pickle: `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
+    """Return a pickle's content: `TorchObject` for torch's objects, strings for layouts and paths, tuples for sizes.
 
     Raises:
         InvalidInputError: The pickle names a global that torch's metadata does not use. Nothing was called.
@@ -208,7 +208,7 @@ def _is_plain(value: Any) -> bool:
     if type(value) is int:
         # Larger integers could be chosen so that all have the same hash.
         return -INTEGER_MAX <= value <= INTEGER_MAX
-    return value is None or type(value) in (str, bool, float) or isinstance(value, Record)
+    return value is None or type(value) in (str, bool, float) or isinstance(value, TorchObject)
 
 
 class StockPlace(BytesPlace):
@@ -229,13 +229,13 @@ def decode_pickle(data: bytes, where: str) -> Any:
     # bytes of the pickle if torch wrote it.
     room = Bound(len(data), "it refers to the same data more often than torch would")
     try:
-        if not isinstance(root, Record) or root.kind != "Metadata":
+        if not isinstance(root, TorchObject) or root.kind != "Metadata":
             raise ValueError("it holds no metadata")
         items = {_text(fqn): _item(item, room) for fqn, item in _mapping(root.get("state_dict_metadata")).items()}
         places: dict[Any, BytesPlace] = {}
         for index, info in _mapping(root.get("storage_data")).items():
             fqn, offset = _text(_member(index, "MetadataIndex", "fqn")), index.get("offset")
-            transforms = info.get("transform_descriptors") if isinstance(info, Record) else None
+            transforms = info.get("transform_descriptors") if isinstance(info, TorchObject) else None
             if transforms:
                 raise InvalidInputError(
                     f"{where}: {fqn} was stored through {reprlib.repr(transforms)}, which tierfs cannot undo: load it "
@@ -246,7 +246,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
             places[MetadataIndex(fqn, None if offset is None else _sizes(offset, room))] = _place(info, kind)
         meta = root.get("storage_meta")
         checkpoint_id, save_id = (
-            (meta.get("checkpoint_id"), meta.get("save_id")) if isinstance(meta, Record) else (None, None)
+            (meta.get("checkpoint_id"), meta.get("save_id")) if isinstance(meta, TorchObject) else (None, None)
         )
         metadata = Metadata(
             state_dict_metadata=items,
@@ -264,7 +264,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
 
 
 def _item(item: Any, room: Bound) -> Any:
-    if not isinstance(item, Record) or item.kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+    if not isinstance(item, TorchObject) or item.kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
         raise ValueError(f"{reprlib.repr(item)} describes neither a tensor nor an object")
     if item.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
@@ -316,7 +316,7 @@ def _paths(planner_data: Any, room: Bound) -> dict[str, tuple[object, ...]] | No
 
 
 def _member(record: Any, kind: str, name: str) -> Any:
-    if not isinstance(record, Record) or record.kind != kind:
+    if not isinstance(record, TorchObject) or record.kind != kind:
         raise ValueError(f"{reprlib.repr(record)} is not a {kind}")
     return record.get(name)
 

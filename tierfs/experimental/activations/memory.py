@@ -20,7 +20,7 @@ from tierfs.host.slab.table import padded
 _logger = logging.getLogger("tierfs.activations")
 
 
-class Part:
+class PageRange:
     """A part of a `Space`: page-aligned, whole pages. It is free again once its last reference is gone."""
 
     def __init__(self, at: int, length: int, gone: deque[tuple[int, int]]) -> None:
@@ -49,7 +49,7 @@ class Space:
             self._taken_bytes -= length
         return self._taken_bytes
 
-    def take(self, length: int) -> Part | None:
+    def take(self, length: int) -> PageRange | None:
         """Return a free part, or None if there is no room."""
         taken, length = self.taken_bytes, padded(length)
         at = self._free.take(length)
@@ -57,7 +57,7 @@ class Space:
             return None
         self._taken_bytes = taken + length
         self.most_bytes = max(self.most_bytes, self._taken_bytes)
-        return Part(at, length, self._gone)
+        return PageRange(at, length, self._gone)
 
 
 class SpillFile(Space):
@@ -80,7 +80,7 @@ class SpillFile(Space):
         except OSError:
             _logger.warning("%s: the filesystem refuses O_DIRECT, so activations pass the page cache", directory)
 
-    def write(self, part: Part, data: memoryview) -> None:
+    def write(self, part: PageRange, data: memoryview) -> None:
         """Write bytes to a part. Page-aligned memory saves a copy.
 
         Raises:
@@ -91,7 +91,7 @@ class SpillFile(Space):
                 with padded_pages(data[begin : begin + CHUNK_BYTES]) as pieces:
                     transfer(os.pwritev, self._file.fileno(), pieces, part.at + begin)
 
-    def read(self, part: Part, out: memoryview) -> None:
+    def read(self, part: PageRange, out: memoryview) -> None:
         """Fill page-aligned memory, whole pages, from a part. Raises `StoreError` if the disk fails."""
         with disk_errors(self._directory):
             transfer(os.preadv, self._file.fileno(), [out], part.at)

@@ -24,7 +24,7 @@ from tierfs.buffers import fresh
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.drain import Drain, Pins
 from tierfs.errors import CapacityError, InvalidInputError, StoreError, TierfsError
-from tierfs.experimental.activations.memory import Part, Space, SpillFile
+from tierfs.experimental.activations.memory import PageRange, Space, SpillFile
 from tierfs.host.slab.table import padded
 
 AHEAD, LOOK = 2, 64
@@ -35,7 +35,7 @@ _THREADS = {"drain": 1, "write": 2, "read": AHEAD, "rise": 0}  # reading goes on
 _FAILURES = TierfsError, RuntimeError, MemoryError
 _logger = logging.getLogger("tierfs.activations")
 
-Place = enum.Enum("Place", "DEVICE RAM SPILLING DISK COMING RETURNED")
+Phase = enum.Enum("Phase", "DEVICE RAM SPILLING DISK COMING RETURNED")
 
 
 class Region:
@@ -48,9 +48,9 @@ class Region:
         # uint8 of one dimension; on the GPU in DEVICE and RETURNED, else on the host
         self.bytes, self.accelerator, self.kept, self.note = source, accelerator, kept, note
         self.length, self.seq = source.numel(), 0
-        self.place = Place.RETURNED if kept else Place.RAM if accelerator is None else Place.DEVICE
-        self.slot: Part | None = None
-        self.extent: Part | None = None
+        self.phase = Phase.RETURNED if kept else Phase.RAM if accelerator is None else Phase.DEVICE
+        self.slot: PageRange | None = None
+        self.extent: PageRange | None = None
         self.job: Future[None] | None = None  # brings the bytes back
 
 
@@ -106,10 +106,10 @@ class Regions:
         self._check_process()
         begun = time.monotonic()
         with self._changed:
-            on_host = region.accelerator is None and region.place in {Place.RAM, Place.SPILLING}
-            if on_host or region.place is Place.DEVICE:
-                region.place, region.slot = Place.RETURNED, None
-            elif region.place is not Place.RETURNED and region.job is None:
+            on_host = region.accelerator is None and region.phase in {Phase.RAM, Phase.SPILLING}
+            if on_host or region.phase is Phase.DEVICE:
+                region.phase, region.slot = Phase.RETURNED, None
+            elif region.phase is not Phase.RETURNED and region.job is None:
                 self._bring(region, is_needed=True)
             self._bring_ahead(region.seq)
             job = region.job
@@ -119,7 +119,7 @@ class Regions:
                 f"{region.length} bytes that the backward pass needs are lost: {error}; run the step again", tier="nvme"
             ) from error
         with self._changed:
-            region.place, region.slot, region.job = Place.RETURNED, None, None
+            region.phase, region.slot, region.job = Phase.RETURNED, None, None
             self.waited_s += time.monotonic() - begun
             return region.bytes
 
@@ -133,7 +133,7 @@ class Regions:
         if os.getpid() != self._process:
             raise InvalidInputError("this process was forked after these Activations were made: make others in it")
 
-    def _room_for(self, length: int) -> Part | None:
+    def _room_for(self, length: int) -> PageRange | None:
         begun, memory, slot = time.monotonic(), self.memory, None
         staying = memory.size * SPILL_FROM - length
         while padded(length) <= memory.size:
@@ -150,24 +150,24 @@ class Regions:
     def _spill_oldest(self) -> bool:
         """Begin to write the oldest region in RAM to the disk. Return False if there is none, or no room."""
         region = self._alive.get(self._oldest)
-        while self._oldest < self._seq and (region is None or region.place not in {Place.DEVICE, Place.RAM}):
+        while self._oldest < self._seq and (region is None or region.phase not in {Phase.DEVICE, Phase.RAM}):
             self._oldest += 1
             region = self._alive.get(self._oldest)
-        if region is None or region.place is Place.DEVICE or not self._can_write:
+        if region is None or region.phase is Phase.DEVICE or not self._can_write:
             return False
         region.extent = self._file.take(region.length)
         if region.extent is None:
             self._fail("full", "nvme= is used up, so tensors stay in memory")
             return False
-        region.place = Place.SPILLING
+        region.phase = Phase.SPILLING
         self._spilling_bytes += region.length
         self._threads["write"].submit(self._write, weakref.ref(region), region.length, region.extent)
         return True
 
-    def _drain(self, region: Region, accelerator: Accelerator, slot: Part, captured: Any) -> None:
+    def _drain(self, region: Region, accelerator: Accelerator, slot: PageRange, captured: Any) -> None:
         """Copy a region from the GPU to its slot, unless the backward pass has it already."""
         target, is_done = self._memory_of(slot, accelerator)[: region.length], False
-        if region.place is Place.DEVICE:
+        if region.phase is Phase.DEVICE:
             try:
                 with self._timed("drain", region.length):
                     self._copy(accelerator, "down", captured, target, region.bytes)
@@ -176,17 +176,17 @@ class Regions:
                 self._fail("drain", f"tensors stay on the GPU, because they cannot be copied: {error}")
         with self._changed:
             self._draining -= 1
-            if is_done and region.place is Place.DEVICE:
-                region.bytes, region.place = target, Place.RAM
+            if is_done and region.phase is Phase.DEVICE:
+                region.bytes, region.phase = target, Phase.RAM
             else:
-                region.place, region.slot = Place.RETURNED, None
+                region.phase, region.slot = Phase.RETURNED, None
             self._changed.notify_all()
 
-    def _write(self, reference: weakref.ref[Region], length: int, extent: Part) -> None:
+    def _write(self, reference: weakref.ref[Region], length: int, extent: PageRange) -> None:
         """Write a region to its extent, unless it is gone, or the backward pass has it already."""
         region, is_done = reference(), False
         with self._changed:
-            source = region.bytes if region is not None and region.place is Place.SPILLING else None
+            source = region.bytes if region is not None and region.phase is Phase.SPILLING else None
         try:
             if source is not None:
                 with self._timed("write", length):
@@ -197,25 +197,25 @@ class Regions:
             self._fail("write", f"nothing more is written to the disk, so tensors stay in memory: {error}")
         with self._changed:
             self._spilling_bytes -= length
-            if region is not None and region.place is Place.SPILLING and is_done:
-                region.bytes, region.slot, region.place = region.bytes[:0].clone(), None, Place.DISK
+            if region is not None and region.phase is Phase.SPILLING and is_done:
+                region.bytes, region.slot, region.phase = region.bytes[:0].clone(), None, Phase.DISK
             elif region is not None:
-                region.extent, region.place = None, Place.RAM if region.place is Place.SPILLING else region.place
+                region.extent, region.phase = None, Phase.RAM if region.phase is Phase.SPILLING else region.phase
             self._changed.notify_all()
 
     def _bring_ahead(self, seq: int) -> None:
         """Begin to bring back the regions that were saved last before this one."""
         ahead = 0
         for region in filter(None, map(self._alive.get, range(seq - 1, max(seq - LOOK, 0) - 1, -1))):
-            is_away = region.place is Place.DISK or (region.accelerator is not None and region.place is Place.RAM)
+            is_away = region.phase is Phase.DISK or (region.accelerator is not None and region.phase is Phase.RAM)
             if ahead == AHEAD or (is_away and not self._bring(region, is_needed=False)):
                 break
-            ahead += region.place is Place.COMING
+            ahead += region.phase is Phase.COMING
 
     def _bring(self, region: Region, *, is_needed: bool) -> bool:
         """Begin to bring a region back. Return False if there is no room, and it is not needed now."""
         accelerator, host, slot, target, ready = region.accelerator, region.bytes, region.slot, None, None
-        extent = region.extent if region.place is Place.DISK else None
+        extent = region.extent if region.phase is Phase.DISK else None
         if extent is not None:
             slot = self.memory.take(region.length)
             if slot is None and not is_needed:
@@ -233,12 +233,12 @@ class Regions:
                 return False
             # Work that was queued before the memory was freed may still read it.
             ready = accelerator.record(accelerator.current())
-        region.place, region.slot = Place.COMING, slot
+        region.phase, region.slot = Phase.COMING, slot
         region.job = self._threads["read"].submit(self._come, region, host, target, ready, extent)
         return True
 
     def _come(
-        self, region: Region, host: torch.Tensor, target: torch.Tensor | None, ready: Any, extent: Part | None
+        self, region: Region, host: torch.Tensor, target: torch.Tensor | None, ready: Any, extent: PageRange | None
     ) -> None:
         """Read a region from the disk, if it is there, and copy it to its GPU, if it has one."""
         try:
@@ -266,7 +266,7 @@ class Regions:
             accelerator.wait(drain.stream, after)
             drain.move([(target, source)], threading.Event(), threading.Event(), lambda _: None)
 
-    def _memory_of(self, slot: Part, accelerator: Accelerator) -> torch.Tensor:
+    def _memory_of(self, slot: PageRange, accelerator: Accelerator) -> torch.Tensor:
         """Return the memory of a slot. The first call registers the whole budget with the GPU."""
         with self._changed:
             if self._pinned is None:

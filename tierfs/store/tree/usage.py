@@ -74,7 +74,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class _Group:
+class _FileGroup:
     """Files that are counted together.
 
     Attributes:
@@ -161,8 +161,8 @@ class _Counts:
 
     def __init__(self, store: Store, paths: Sequence[str], *, shared: bool) -> None:
         self._store = store
-        self.groups = {path: _Group() for path in paths}
-        self.others = _Group()
+        self.groups = {path: _FileGroup() for path in paths}
+        self.others = _FileGroup()
         self._sizes: dict[ChunkName, int] = {}
         self._needs: Counter[ChunkName] | None = None
         self._counted: set[ChunkName] = set()
@@ -228,7 +228,7 @@ class _Counts:
             if item.key in owners:
                 owners[item.key].record_bytes += item.size
 
-    def _group(self, path: str) -> _Group:
+    def _group(self, path: str) -> _FileGroup:
         while path and path not in self.groups:
             path = path.rpartition("/")[0]
         return self.groups.get(path, self.others)

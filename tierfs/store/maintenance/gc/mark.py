@@ -40,7 +40,7 @@ ATTEMPTS = 3
 
 
 _Item = TypeVar("_Item")
-Part: TypeAlias = tuple[str, ObjectInfo, int]
+ListedShard: TypeAlias = tuple[str, ObjectInfo, int]
 """A shard file: its path, its record, and its length in bytes."""
 
 
@@ -71,8 +71,8 @@ class Marked:
     tombstones: list[ObjectInfo] = field(default_factory=list)
     stale_lists: list[ObjectInfo] = field(default_factory=list)
     made_lists: int = 0
-    replaced: list[Part] = field(default_factory=list)
-    unfinished: list[Part] = field(default_factory=list)
+    replaced: list[ListedShard] = field(default_factory=list)
+    unfinished: list[ListedShard] = field(default_factory=list)
 
 
 def mark(
@@ -169,7 +169,7 @@ class _Mark:
         self._covered: dict[str, int] = {}  # number of records in lists that cover more than was listed, by directory
         self._unsettled: set[str] = set()  # keys of lists that cover other records and were not rebuilt
         self._kept_tombstones: set[str] = set()  # keys
-        self._unnamed: list[Part] = []  # shard files newer than the checkpoint in their directory
+        self._unnamed: list[ListedShard] = []  # shard files newer than the checkpoint in their directory
         self._owners: dict[str, str | None] = {}  # see `_owner`, by directory
         self._owned: dict[str, bytearray] = defaultdict(
             bytearray
@@ -297,7 +297,7 @@ class _Mark:
         is_whole = directory in self._checkpoints
         pending: set[str] = set()
         files: dict[str, ObjectInfo] = {}  # the files in the directory itself, by name
-        parts: list[Part] = []
+        parts: list[ListedShard] = []
 
         def own() -> Iterator[tuple[str, ObjectInfo]]:
             nonlocal is_whole
@@ -335,7 +335,9 @@ class _Mark:
         if not is_whole:
             self._unsettled.add(keys.references_key(directory))
 
-    def _compare(self, directory: str, pending: set[str], files: dict[str, ObjectInfo], parts: list[Part]) -> bool:
+    def _compare(
+        self, directory: str, pending: set[str], files: dict[str, ObjectInfo], parts: list[ListedShard]
+    ) -> bool:
         """Compare a checkpoint's files with those that its metadata and its list name.
 
         ``pending`` has the paths of its announced saves. Return whether a new list may cover what is there.

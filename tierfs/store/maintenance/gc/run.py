@@ -16,7 +16,7 @@ from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
 from tierfs.format.upkeep import EpochState, record_check
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
-from tierfs.store.maintenance.gc.mark import Marked, Part, mark
+from tierfs.store.maintenance.gc.mark import ListedShard, Marked, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
 from tierfs.store.maintenance.gc.sweep import CondemnedLists, list_prefixes, read_lists, sort_prefix
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
@@ -330,7 +330,7 @@ class _Run:
         """Whether replaced shard files go at once. Re-encoded metadata is younger than files of a save under way."""
         return self._options.exclusive and not self._options.reencode
 
-    def _bury(self, parts: Sequence[Part]) -> None:
+    def _bury(self, parts: Sequence[ListedShard]) -> None:
         """Delete the shard files that a gc saw unnamed a grace ago. Their chunks are unreached from the next mark on."""
         turn, seen = self._turn, {}
         for path, info, length in parts if self._buries_at_once else parts[:UNNAMED_MAX]:

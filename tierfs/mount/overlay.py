@@ -58,7 +58,7 @@ _REACHED_FROM = {
 }
 
 
-class StagedInode:
+class OverlaidInode:
     """The content of a file that is being written. Not thread-safe: the caller holds the lock of the node.
 
     Args:
