@@ -336,7 +336,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
             return known
         store = open_stores[_token(location), root] = compose(location, objects, descriptor, url, places)
         if kept is not None:
-            store.check_before_writing()
+            store.checked_at = float("-inf")  # the store was opened without asking the object tier: the next check does
         return store
 
 

@@ -160,10 +160,6 @@ class Store:
         if self._hand_over is not None:
             self._hand_over(writes=writes)
 
-    def check_before_writing(self) -> None:
-        """Make the next `tierfs.store.offline.is_current` ask the object tier, because this store was opened without asking it."""
-        self.checked_at = float("-inf")
-
     def without_local_tiers(self) -> Store:
         """Return this store without its local tiers, for a caller that needs the content of the object tier.
 
