@@ -84,7 +84,7 @@ class Processors:
             BaseException: The error of the first failed task in the order of arguments, after all running tasks have
                 ended. Tasks after it may not have started; all before it have run.
         """
-        job = _Job(task, arguments)
+        job = _SharedTasks(task, arguments)
         wanted = len(job) if threads_max is None else min(len(job), threads_max)
         helpers = self._take(wanted - 1)
         try:
@@ -136,7 +136,7 @@ class Processors:
             return self._helpers
 
 
-class _Job(Generic[_In]):
+class _SharedTasks(Generic[_In]):
     """The tasks of one call of `share_out`."""
 
     def __init__(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:

@@ -214,7 +214,7 @@ def _listed(names: list[str]) -> str:
 # -- the nested state -------------------------------------------------------------------------------------------------
 
 
-class _Node(dict[object, Any]):
+class _Container(dict[object, Any]):
     """A container under construction. Its type distinguishes it from mappings that are values."""
 
 
@@ -230,13 +230,13 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[object]] | No
     Raises:
         InvalidInputError: Two values have the same path, or one lies inside another.
     """
-    root = _Node()
+    root = _Container()
     for name, value in values.items():
         path = tuple((paths or {}).get(name) or (name,))
         node = root
         for part in path[:-1]:
-            node = node.setdefault(part, _Node())
-            if not isinstance(node, _Node):
+            node = node.setdefault(part, _Container())
+            if not isinstance(node, _Container):
                 raise InvalidInputError(
                     f"{name!r} has the path {list(path)}, which is inside another value of the checkpoint"
                 )
@@ -247,7 +247,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[object]] | No
 
 
 def _finished(value: Any) -> Any:
-    if not isinstance(value, _Node):
+    if not isinstance(value, _Container):
         return value
     if all(type(key) is int for key in value) and set(value) == set(range(len(value))):
         return [_finished(value[place]) for place in range(len(value))]

@@ -80,7 +80,7 @@ def uninstall() -> None:
             _replace(new, old)
 
 
-class _Reader(TierReader):
+class _InstalledReader(TierReader):
     """A reader that `install` created for a URL: for it, `install` chooses the planner too."""
 
 
@@ -97,7 +97,7 @@ def _setup(stock: Callable[..., Any]) -> Callable[..., Any]:
     def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
         if storage or not _is_ours(checkpoint_id):
             return stock(storage, checkpoint_id, reader)
-        return _Reader(checkpoint_id) if reader else _writer(checkpoint_id)
+        return _InstalledReader(checkpoint_id) if reader else _writer(checkpoint_id)
 
     return storage_setup
 
@@ -108,7 +108,7 @@ def _load(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if isinstance(given["storage_reader"], _Reader) and given.get("planner") is None:
+        if isinstance(given["storage_reader"], _InstalledReader) and given.get("planner") is None:
             given["planner"] = TierLoadPlanner()
         return stock(**given)
 

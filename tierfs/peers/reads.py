@@ -59,7 +59,7 @@ _logger = logging.getLogger("tierfs.peers")
 
 
 @dataclass(slots=True)
-class _Host:
+class _Holder:
     """Another host, or this one: its connections and the drafts that it holds."""
 
     record: PeerRecord
@@ -96,7 +96,7 @@ class PeerReader:
         self._lock = threading.Lock()  # held while the hosts are asked for their drafts
         self._me = ""
         self._identity: Identity | None = None
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _Holder] = {}
         self._listed_at: tuple[int, int] | None = None  # identifies the version of the file that was read
         self._next_s = float("-inf")
         self._paths: dict[str, dict[bytes, Draft]] = {}
@@ -157,7 +157,7 @@ class PeerReader:
         known = self._hosts.get(host)
         return known is not None and known.rests_until > self._clock.monotonic()
 
-    def _first(self, name: bytes) -> _Host | None:
+    def _first(self, name: bytes) -> _Holder | None:
         """Return the host that fetches a chunk for all: the first one by a hash of the host and the chunk."""
         self._look()
         now = self._clock.monotonic()
@@ -166,13 +166,13 @@ class PeerReader:
             return None
         return self._hosts[min(awake, key=lambda host: xxhash.xxh3_64_intdigest(host.encode() + name))]
 
-    def _is_there(self, host: _Host) -> bool:
+    def _is_there(self, host: _Holder) -> bool:
         with contextlib.suppress(OSError, TierfsError):
             host.client.fetch("room", lambda *_: None, timeout_s=READ_S, bytes=0)
             return True
         return False
 
-    def _rest(self, host: _Host, text: str, error: Exception) -> None:
+    def _rest(self, host: _Holder, text: str, error: Exception) -> None:
         """Do not ask a host for a while: twice as long after each failure in a row."""
         host.rest_s = min(max(REST_S_MIN, 2 * host.rest_s), REST_S_MAX)
         host.rests_until = self._clock.monotonic() + host.rest_s
@@ -200,7 +200,7 @@ class PeerReader:
                 self._note()
             self._next_s = self._clock.monotonic() + KNOWN_S
 
-    def _ask_all(self, hosts: Sequence[_Host]) -> Iterable[bool]:
+    def _ask_all(self, hosts: Sequence[_Holder]) -> Iterable[bool]:
         if len(hosts) < 2:  # noqa: PLR2004 - one needs no thread
             return [self._ask(host) for host in hosts]
         with ThreadPoolExecutor(min(LOOKS_MAX, len(hosts)), thread_name_prefix="tierfs-look") as threads:
@@ -225,14 +225,14 @@ class PeerReader:
             PeerRecord.decode(bytes.fromhex(data), str(file))
             for data in parse_object(file.read_bytes(), str(file)).values()
         ]
-        found: dict[str, _Host] = {}
+        found: dict[str, _Holder] = {}
         for record in records:
             known = self._hosts.get(record.id)
             if known is not None and known.record == record:
                 found[record.id] = known
                 continue
             context = self._identity.context([record.certificate], server=False)
-            found[record.id] = _Host(record, PeerClient(record, context, self._store, Pace(self._clock, 0)))
+            found[record.id] = _Holder(record, PeerClient(record, context, self._store, Pace(self._clock, 0)))
         gone = [host for name, host in self._hosts.items() if found.get(name) is not host]
         self._hosts, self._listed_at = found, (status.st_ino, status.st_mtime_ns)
         for host in gone:
@@ -254,7 +254,7 @@ class PeerReader:
                 found[where] = str(error)
         return found
 
-    def _ask(self, host: _Host) -> bool:
+    def _ask(self, host: _Holder) -> bool:
         """Fetch the drafts of a host. Return whether they have changed."""
         try:
             return self._meet(host)
@@ -262,7 +262,7 @@ class PeerReader:
             self._rest(host, "changes that only %s at %s holds are not seen: %s", error)
             return False
 
-    def _meet(self, host: _Host) -> bool:
+    def _meet(self, host: _Holder) -> bool:
         """Fetch the drafts of a host, which may have to read this host's certificate first."""
         ends = self._clock.monotonic() + (MEET_S if host.changes is None else 0.0)
         while True:
@@ -275,7 +275,7 @@ class PeerReader:
                     raise
                 self._clock.sleep(REST_S_MIN / 4)
 
-    def _fetch_drafts(self, host: _Host) -> bool:
+    def _fetch_drafts(self, host: _Holder) -> bool:
         drafts, at, seen, first = list[Draft](), 0, host.changes, None
         while True:
             data: list[memoryview] = []
@@ -319,7 +319,7 @@ class _HostCopy:
     """A host's copy of a chunk. ``stored`` tells the host the chunk's object, to fetch the chunk if it lacks it."""
 
     reader: PeerReader
-    host: _Host
+    host: _Holder
     wanted: ChunkRequest
     stored: Mapping[str, Any] = field(default_factory=dict)
     named: list[bytes] = field(default_factory=list)

@@ -118,7 +118,7 @@ class Course:
         self.lines, self._state = self.lines or Lines(), _State.GOING
 
 
-class _Report(NamedTuple):
+class _RankReport(NamedTuple):
     """The report of a rank to the others before a save: its digests, its metrics, and whether anything stops the save."""
 
     digests: dict[str, str]
@@ -285,8 +285,8 @@ class SaveThread:
         problem = None if order.problem is None else str(order.problem)
         history = encode_history(order.history)
         stale, others = self._is_stale(order, digests), bool(without_digest(order.staged))
-        mine = _Report(digests, digests_of(order.unsaved), history, problem, handle.begin(), stale, others)
-        told: list[_Report] = world.gather(mine, group)
+        mine = _RankReport(digests, digests_of(order.unsaved), history, problem, handle.begin(), stale, others)
+        told: list[_RankReport] = world.gather(mine, group)
         problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(told) if each.problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")

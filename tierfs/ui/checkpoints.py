@@ -36,7 +36,7 @@ _NOTHING = Best(1, "\0")  # no checkpoint has this metric: the reasons remain th
 
 
 @dataclass(slots=True)
-class _Row:
+class _ListedCheckpoint:
     """A checkpoint of the list, with the document that the page gets and the list's version when that changed."""
 
     mark: int  # changes whenever a file of the checkpoint does
@@ -58,7 +58,7 @@ class CheckpointList:
         self.rules = rules
         self.version = self.found = self.looked = 0
         self._lock = threading.Lock()
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _ListedCheckpoint] = {}
         self._gone: list[tuple[int, str]] = []
         self._changed: set[str] = set()
         # By path, with the mark of what it counted.
@@ -154,7 +154,7 @@ class CheckpointList:
         gone: list[str] = []
         changed: list[str] = []
 
-        def look(row: _Row, _stop: threading.Event) -> None:
+        def look(row: _ListedCheckpoint, _stop: threading.Event) -> None:
             path, write_id = min(row.seen.roots.items())
             try:  # `stat` would go on to list a directory of that name
                 manifest = observe_to_read(place.store, path).manifest
@@ -204,7 +204,7 @@ class CheckpointList:
             self.version += 1
             self._versions, self._files, self._files_version = versions, [known[path] for path in paths], self.version
 
-    def _ordered(self) -> list[_Row]:
+    def _ordered(self) -> list[_ListedCheckpoint]:
         with self._lock:
             rows = [*self._rows.values()]
         return sorted(rows, key=lambda row: order(row.seen))
@@ -214,7 +214,7 @@ class CheckpointList:
     ) -> None:
         above = {candidate.directory.rpartition("/")[0] for candidate in found}
         lines = {directory: read_lines(place.store, directory) or Lines() for directory in above}
-        rows: dict[str, _Row] = {}
+        rows: dict[str, _ListedCheckpoint] = {}
 
         def look(candidate: Candidate, _stop: threading.Event) -> None:
             seen, path = standing(place.store, candidate), candidate.directory
@@ -222,7 +222,7 @@ class CheckpointList:
                 seen.damage.append(f"{ROOT} has vanished without a tombstone: copy its record back")
             old, saved = self._rows.get(path), facts_of(place.store, candidate, seen, (), lines)
             kept = (old.document, old.version) if old is not None else ({}, 0)
-            rows[path] = _Row(_mark_of(marks, path), candidate, seen, saved, *kept)
+            rows[path] = _ListedCheckpoint(_mark_of(marks, path), candidate, seen, saved, *kept)
 
         run_in_parallel(look, found)
         with self._lock:
@@ -246,7 +246,7 @@ class CheckpointList:
         }
         self._write(place, rows, {each.saved.path: each for each in decisions})
 
-    def _write(self, place: StorePlace, rows: Iterable[_Row], decisions: Mapping[str, Decision]) -> None:
+    def _write(self, place: StorePlace, rows: Iterable[_ListedCheckpoint], decisions: Mapping[str, Decision]) -> None:
         """Write the documents of rows, and count a new version for those that changed."""
         with self._lock:
             version = self.version + 1
@@ -269,7 +269,7 @@ class CheckpointList:
                 if document != row.document:
                     row.document, row.version, self.version = document, version, version
 
-    def _usage_of(self, row: _Row) -> Usage | None:
+    def _usage_of(self, row: _ListedCheckpoint) -> Usage | None:
         """Return what is stored of a checkpoint; ``None`` while the object tier lacks some of it, or it was not counted."""
         mark, usage = self._held.get(row.seen.directory, (0, None))
         is_there = row.seen.level is Level.OBJECT or (row.seen.level is None and not row.seen.waiting)
@@ -286,7 +286,7 @@ class CheckpointList:
                     self.found, self.looked = self.found - 1, min(self.looked, self.found - 1)
 
 
-def _reached(place: StorePlace, row: _Row) -> dict[str, float]:
+def _reached(place: StorePlace, row: _ListedCheckpoint) -> dict[str, float]:
     """Return by level the share of a checkpoint's files that have reached it."""
     tiers, names = place.store.tiers, [name for name in row.candidate.listed if name not in NOTES]
     if row.seen.level is Level.OBJECT or tiers is None or not names:

@@ -46,7 +46,7 @@ GC_AGE_S_MAX = 7 * 86400.0
 """gc is late after this time, which is many times the grace of any store."""
 
 
-class _Pace:
+class _Schedule:
     """Says when a piece of work is due again: see `LIST_SHARE`."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class StoreView:
         self._history: deque[tuple[float, float | None, int, int]] = deque(maxlen=SAMPLES_MAX)
         self._watched_s = self._polled_s = self._condition_s = float("-inf")
         self._listed_s: float | None = None
-        self._list_pace, self._rows_pace = _Pace(), _Pace()
+        self._list_pace, self._rows_pace = _Schedule(), _Schedule()
         self._poll_lock, self._open_lock, self._rows_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._wakes, self._has_listed = threading.Event(), threading.Event()
 

