@@ -32,7 +32,6 @@ END_S = 10.0
 # rclone's own cache stays off, so it answers a write after the mount's close has returned: at the level of --ack. It
 # reads a directory again after a second.
 _ALWAYS = ["--vfs-cache-mode", "off", "--dir-cache-time", "1s", "--log-level", "NOTICE"]
-_PROTOCOLS = ["s3", "webdav", "sftp"]
 # Linux ends the server when this process ends, even by SIGKILL.
 _WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 _LISTENS = re.compile(r"server.* on \[?(?:http://)?([^\s/\]]+:\d+)", re.IGNORECASE)
