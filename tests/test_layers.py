@@ -147,8 +147,6 @@ def at_import(body):
 
 # Imports under TYPE_CHECKING that still close a circle, each by its module.
 BACKWARDS = {
-    # The staging of a GPU fills a shard file, which has the staging.
-    "tierfs.dcp.save.gpu_staging": "tierfs.dcp.save.shard_file",
     # The encoder reads the bases of a chunk by a reader of the store, which has the encoder.
     "tierfs.store.encode.encoder": "tierfs.store.chunks",
     "tierfs.store.encode.pipeline": "tierfs.store.chunks",

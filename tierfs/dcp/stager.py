@@ -15,10 +15,10 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.save.fill import begin_tensors, copy_in
 from tierfs.dcp.save.saves import Save, StagedState
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.state_plan import StatePlan
-from tierfs.dcp.save.tensors import begin_tensors, copy_in
 from tierfs.dcp.tensorbytes import (
     PLAIN_TYPES,
     has_no_copy,

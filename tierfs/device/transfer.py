@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from tierfs import digest
-from tierfs.device.accelerator import GPU_FAILURES, Accelerator, as_bytes
-from tierfs.device.accelerator import MemoryRegion as MemoryRegion  # noqa: PLC0414 - callers of `Transfer` make them
+from tierfs.device.accelerator import GPU_FAILURES, Accelerator, MemoryRegion, as_bytes
 from tierfs.device.drain import Drain
 from tierfs.device.kernel_launch import DIGEST_BYTES, cut_blocks
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot

@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tierfs
 from tierfs.dcp.address import Address
-from tierfs.dcp.save import tensors
+from tierfs.dcp.save import fill
+from tierfs.dcp.save.fill import copy_in
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.tensors import copy_in
 
 
 def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
@@ -26,8 +26,8 @@ def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
         def add(self, key, memory, is_used, _fall_back):
             registered[key] = memory(), is_used()
 
-    monkeypatch.setattr(tensors, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
-    tensors.pin(file, None)
+    monkeypatch.setattr(fill, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
+    fill.pin(file, None)
     (segment,) = file.segments()
     memory, is_used = registered.pop(segment.id)
     assert (len(memory), memory.readonly, is_used) == (segment.size, False, True)

@@ -32,8 +32,8 @@ from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.gc_pause import LINGER_S, detached, planning
 
 if TYPE_CHECKING:
+    from tierfs.dcp.save.fill import Later
     from tierfs.dcp.save.state_plan import StatePlan
-    from tierfs.dcp.save.tensors import Later
 
 ALIGN_BYTES = 64
 

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.codec.layout.safetensors import HeaderEntry
+from tierfs.dcp.save.fill import copy_in, snapshots_of
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.plan import cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import Place, ShardFile, staged_in
-from tierfs.dcp.save.tensors import copy_in, snapshots_of
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import CHUNK_BYTES

@@ -28,9 +28,9 @@ import torch
 
 from tierfs.checkpoint.notes import LoggedStep, logged_steps
 from tierfs.clock import boot_id
+from tierfs.dcp.save.fill import copy_in
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.tensors import copy_in
 from tierfs.digest import checksum
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level

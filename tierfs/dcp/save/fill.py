@@ -16,10 +16,10 @@ from tierfs.dcp.save.copy import Addresses, address_of
 from tierfs.dcp.save.gpu_staging import fall_back_of
 from tierfs.dcp.save.plan import TensorPlan, plan_of
 from tierfs.dcp.save.shard_file import Place, ShardFile
-from tierfs.device.accelerator import Accelerator
+from tierfs.device.accelerator import Accelerator, MemoryRegion
 from tierfs.device.drain import drain_of
 from tierfs.device.tier import Spot
-from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
+from tierfs.device.transfer import CaptureMode, Transfer
 from tierfs.gc_pause import detached
 from tierfs.store.write.in_place import Run
 from tierfs.threads import start_daemon
