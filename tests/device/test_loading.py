@@ -106,6 +106,7 @@ def test_a_gpu_verifies_what_it_loads(gpu, url, on_host):
 def test_chunks_of_the_nvme_tier_are_verified_on_the_gpu(gpu, url, on_host):
     wanted = saved(gpu, url, ack="local", nvme="256MiB")
     fs, path = fsspec.url_to_fs(url, nvme="256MiB")
+    fs.wait(path)  # the flusher, a thread of this process, verifies what it sends
     assert fs.evict(path, tier="ram")
     del on_host[:]
     found = zeros(gpu, wanted)

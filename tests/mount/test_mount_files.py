@@ -14,7 +14,7 @@ from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
-from tierfs.mount import process, reading, staging
+from tierfs.mount import overlay, process, reading
 from tierfs.mount.attributes import attributes_of
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
@@ -316,7 +316,7 @@ def test_a_write_that_fails_does_not_extend_the_file(hand, monkeypatch):
         return real(fd, data[:1], offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging.os, "pwrite", full_halfway)
+        patch.setattr(overlay.os, "pwrite", full_halfway)
         for offset in (3, 5000):
             with pytest.raises(OSError, match="no room"):
                 hand.files.write(handle, offset, memoryview(b"xy"))
@@ -335,7 +335,7 @@ def test_a_length_that_the_local_disk_refuses_is_an_error(hand, monkeypatch):
         raise OSError(errno.EFBIG, "too large")
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging.os, "ftruncate", too_large)
+        patch.setattr(overlay.os, "ftruncate", too_large)
         with pytest.raises(OSError, match="too large"):
             set_attributes(hand, handle.node, Valid.SIZE, size=1 << 20)
     hand.close(handle)

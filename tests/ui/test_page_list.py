@@ -79,7 +79,7 @@ def test_a_slow_listing_does_not_delay_the_next_one(monkeypatch):
     now = types.SimpleNamespace(wall_s=50.0, used_s=7.0)
     clocks = types.SimpleNamespace(monotonic=lambda: now.wall_s, process_time=lambda: now.used_s)
     monkeypatch.setattr("tierfs.ui.view.time", clocks)
-    pace = view._Pace()  # a page would show only after half a minute that it counts the wrong seconds
+    pace = view._Schedule()  # a page would show only after half a minute that it counts the wrong seconds
     assert pace.is_due
     for used_s, pause_s in ((0.0, view.LIST_S_MIN), (0.02, 8.0), (60.0, view.LIST_S_MAX)):
         with pace.turn():

@@ -19,7 +19,6 @@ The configuration file is ``$TIERFS_CONFIG``, else ``~/.config/tierfs/config.tom
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -38,8 +37,6 @@ else:
     import tomli as tomllib
 
 LOCAL = ("file", "local")
-PATHS_MAX = 1024
-"""Paths that this process keeps in canonical form: a program reads a file again and again."""
 TRUE = ("1", "true", "yes", "on")
 _TABLES = {"stores", "tiers"}
 _logger = logging.getLogger("tierfs.store")
@@ -101,7 +98,6 @@ def target_url(protocol: str, path: str) -> str:
     return without_passwords(path if path.startswith(f"{protocol}://") else f"{protocol}://{path}")
 
 
-@functools.lru_cache(maxsize=PATHS_MAX)
 def split_url(url: str) -> tuple[str | None, str]:
     """Split a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
 
@@ -158,7 +154,6 @@ def _meant(text: str) -> str:
     return f"{_CHAIN}{protocol}://{'/' * (protocol in LOCAL)}{found[2].lstrip('/')}" if known else ""
 
 
-@functools.lru_cache(maxsize=PATHS_MAX)
 def strip(protocol: str, path: str) -> str:
     """Return a path in the canonical form of this filesystem.
 

@@ -9,7 +9,7 @@ from support.forked import in_child
 from support.tiered import MIB, content
 from support.waiting import HANG_S, until
 
-from tierfs.errors import CapacityError, StoreError
+from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.store import Writer, find, load, status, wait
@@ -41,7 +41,7 @@ def test_runs_written_in_place_form_the_file(any_host, level):
     staged = StagedFile(any_host.store)
     runs = staged.add_runs(LENGTHS)
     parts = [content(sum(lengths)) for lengths in LENGTHS]
-    assert [run.length for run in runs] == [len(part) for part in parts]
+    assert [len(run.view) for run in runs] == [len(part) for part in parts]
     for run, part in zip(runs, parts, strict=True):
         fill(run, part)
     order = [2, 0, 1, 3]
@@ -143,7 +143,8 @@ def test_a_failed_commit_can_be_aborted(host, monkeypatch):
 
 def test_garbage_may_be_collected_under_the_lock_of_a_segment(host):
     kept = StagedFile(host.store)
-    segment = kept.add_runs([[MIB]])[0]._chunks[0].buffer.slot.segment
+    kept.add_runs([[MIB]])
+    (segment,) = kept.segments()
 
     def drop():
         staged = StagedFile(host.store)
@@ -172,7 +173,9 @@ def test_a_forked_child_gives_back_nothing_of_its_parents(host):
     assert len(load(host.store, "a")) == MIB
 
 
-def test_more_than_the_ram_tier_can_hold_in_one_piece_is_said_at_once(host):
-    with pytest.raises(CapacityError, match="in one piece"):
-        StagedFile(host.store).add_runs([[16 * MIB] * 20])
+def test_what_the_ram_tier_cannot_hold_in_one_piece_lies_on_the_disk(host):
+    staged = StagedFile(host.store)
+    staged.add_runs([[16 * MIB] * 20])
+    assert {segment.path.parent for segment in staged.segments()} == {host.tiers.ram.host.overflow}
+    staged.abort()
     assert states(host) == set()
