@@ -601,3 +601,11 @@ def test_secrets_in_options_are_shown_by_no_repr_and_no_error(place, monkeypatch
             call()
         shown.append(str(caught.value) + repr(caught.value))
     assert not [text for text in shown if SECRET in text]
+
+
+@pytest.mark.parametrize("text", ["store/run", "./store/run", "tierfs::file://store/run"])
+def test_a_relative_path_follows_the_working_directory(tmp_path, monkeypatch, text):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert parse_url(text).path == f"{tmp_path}/{name}/store/run"
