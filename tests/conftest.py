@@ -256,12 +256,12 @@ def warnings_are_logged_in_each_test():
 def nothing_is_left(request, memory_is_freed, tmp_path_factory):
     """Fail a test that ends while something that it started still runs, unless it has the mark ``outlived``."""
     folder = tmp_path_factory.getbasetemp()
-    before = leftovers.found(folder)
+    before, since_s = leftovers.found(folder), leftovers.now_s()
     yield
     if request.node.get_closest_marker("outlived"):
         return
     end, pause_s = time.monotonic() + leftovers.ENDS_S, 0.005
-    while (left := leftovers.left(folder, before)) and time.monotonic() < end:
+    while (left := leftovers.left(folder, before, since_s)) and time.monotonic() < end:
         gc.collect()  # the traceback of an expected error, or a graph of autograd, may hold what a thread serves
         time.sleep(pause_s)
         pause_s = min(0.2, 2 * pause_s)

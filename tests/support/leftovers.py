@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 ENDS_S = 10.0
@@ -32,15 +33,22 @@ def found(folder: Path) -> set[threading.Thread | int | str]:
     return {*threads, *processes, *places, *segments, *_sockets()}
 
 
-def left(folder: Path, before: set[threading.Thread | int | str]) -> set[threading.Thread | int | str]:
+def now_s() -> float:
+    """Return the seconds since the machine started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def left(folder: Path, before: set[threading.Thread | int | str], since_s: float) -> set[threading.Thread | int | str]:
     """Return what is here now and was not ``before``, without what others have put into shared memory.
 
-    Of sockets only those of TCP count, and those of Unix that have a path: loops of asyncio have pairs of others.
+    A process that began before ``since_s`` does not count: while a child ends, the kernel's list of children may lack
+    others (proc(5)), so ``before`` may lack them, too. Of sockets only those of TCP count, and those of Unix that have a path: loops of asyncio have pairs of others.
     """
     new = found(folder) - before
     sockets = {each for each in new if _is(each, "socket:")}
     segments = {each for each in new if _is(each, _SHM)}
     kept = set(_addresses()) if sockets else set()
+    new -= {each for each in new if isinstance(each, int) and _began_s(each) <= since_s}
     return new - {each for each in sockets if each not in kept} - {each for each in segments if not _ours(each, folder)}
 
 
@@ -100,6 +108,15 @@ def _children() -> set[int]:
         except FileNotFoundError:  # the thread has ended
             continue
     return found
+
+
+def _began_s(child: int) -> float:
+    """Return when a process began, in seconds since the machine started; infinity for one that has ended."""
+    try:
+        text = Path(f"/proc/{child}/stat").read_text()
+    except FileNotFoundError:
+        return float("inf")
+    return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _command_of(child: int) -> str:
