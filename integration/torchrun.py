@@ -30,7 +30,7 @@ def torchrun(directory, program, *arguments, **variables):
     with subprocess.Popen(
         [*command, str(program), *arguments],
         cwd=directory,
-        env={**os.environ, **variables},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

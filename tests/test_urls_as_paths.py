@@ -4,7 +4,10 @@ import glob  # noqa: F401 - for `CALLS`, as tempfile
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 import tempfile  # noqa: F401
+import textwrap
 
 import pytest
 
@@ -95,6 +98,18 @@ def test_paths_that_are_no_urls_are_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("tierfs", "my-tierfs:", "tierfs:x", "tierfs.d/a", b"b"):
         os.makedirs(name)
+
+
+def test_files_opened_at_the_interpreters_end_are_taken():
+    code = """
+        import tierfs.urls_as_paths as module
+        class Last:
+            def __del__(self, open=open):
+                open("/dev/null").close()
+        module.last = Last()  # freed when the names before it are None
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_a_directory_that_cannot_be_read_holds_none(tmp_path, monkeypatch):

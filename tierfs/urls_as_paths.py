@@ -63,7 +63,8 @@ def _url_in(path: str) -> str | None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event not in _EVENTS or not isinstance(args[0], str) or (url := _url_in(args[0])) is None:
+    # Python sets a module's names to None at its end, and objects that are freed then may still open files.
+    if not _EVENTS or event not in _EVENTS or not isinstance(args[0], str) or (url := _url_in(args[0])) is None:
         return
     # The files of a folder from before can be read, moved and deleted. `shutil.rmtree` calls `os.open` with names that
     # are relative to a descriptor; that event has no mode.
