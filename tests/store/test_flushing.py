@@ -141,6 +141,22 @@ def test_a_file_larger_than_the_ram_tier_is_staged_on_the_disk(make_host):
     until(lambda: not any(host.tiers.ram.host.overflow.iterdir()))
 
 
+def test_a_file_on_the_disk_is_sealed_without_room_in_the_ram_tier(make_host):
+    host = make_host(ram=16 * MIB, nvme=0)
+    host.store.timeout_s = 2
+    ram = host.tiers.ram
+    with host.held():
+        for length in (MIB, 4096):
+            with contextlib.suppress(CapacityError):
+                while True:  # another writer's chunks, not sealed yet
+                    ram.take(SlotKind.CHUNK, length, timeout_s=0)
+        data = content(20 * MIB)
+        save_at(host.store, "a", data, Level.STAGED)
+        assert load(host.store, "a") == data
+    wait(host.store, "a", Level.OBJECT)
+    assert load(host.plain(), "a") == data
+
+
 def test_overflow_without_an_nvme_tier_sends_each_byte_once_and_fetches_few(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
     # The flusher opens this store, as if it were beyond a network.

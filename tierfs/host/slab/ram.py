@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,6 +181,11 @@ class RamTier:
                 tier="ram",
             )
         return found
+
+    def lies_on_disk(self, idents: Iterable[str]) -> bool:
+        """Return whether any of these own segments is one of `take_on_disk`."""
+        on_disk = {segment.id for segment in self._pool.own if segment.path.parent == self.host.overflow}
+        return not on_disk.isdisjoint(idents)
 
     def grow_ahead(self) -> threading.Thread | None:
         """Start a thread that adds memory for the next save; see `SegmentPool.grow_ahead`."""

@@ -262,7 +262,7 @@ class SlabWriter:
         """Seal a draft. From then on it is pending, and all processes of the host see it.
 
         Args:
-            timeout_s: How long to wait for room, in seconds; None for no limit.
+            timeout_s: How long to wait for room, in seconds; None for no limit. A file on the disk does not wait.
             check: Raises if the path has changed since the version that the draft replaces. From its call until the
                 draft is sealed, no other thread or process of the host seals a draft of this path.
 
@@ -274,7 +274,7 @@ class SlabWriter:
         self._keep_house()
         room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
-        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
+        slot = self._take_for(draft, room, timeout_s)
         self._fault("after draft.take")
         with contextlib.ExitStack() as until_checked:
             until_checked.callback(self.drop, slot)
@@ -292,6 +292,22 @@ class SlabWriter:
                     slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
                 )
                 self._fault("after draft.seal")
+
+    def _take_for(self, draft: Draft, room: int, timeout_s: float | None) -> Slot:
+        """Allocate room for a draft: on the disk without a wait if its chunks are there for lack of room."""
+        overflows = self._ram.lies_on_disk(slot.segment for slot in draft.slots if slot is not None)
+        try:
+            return self._ram.take(
+                SlotKind.DRAFT,
+                room,
+                timeout_s=0 if overflows else timeout_s,
+                on_wait=None if overflows else self._nudge,
+            )
+        except CapacityError:
+            if not overflows:
+                raise
+            ((slot,),) = self._ram.take_on_disk(SlotKind.DRAFT, [[room]])
+            return slot
 
     def _check_removed(self, draft: Draft, slot: Slot) -> None:
         """Check that other processes can find a draft and its chunks.
