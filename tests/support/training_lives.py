@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import tierfs
@@ -151,8 +152,8 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
         settings: ``manager`` has arguments of `Manager`. ``steps`` is the number of steps of the run, ``loader`` the
             kind of the loader, ``restore`` the step to restore instead of the newest one, ``slow_s`` seconds for each
             item, ``pause_s`` seconds for each step. ``validates`` keeps
-            the workers of another loader alive. At the step ``stuck`` the last rank hangs. ``reduces=False`` makes the
-            model of each rank its own.
+            the workers of another loader alive. At the step ``stuck`` the last rank hangs, and with ``stuck_save`` its
+            saves do from the second one on. ``reduces=False`` makes the model of each rank its own.
     """
     os.setsid()
     os.dup2(os.open(Path(directory, f"{life}-{rank}.err"), os.O_WRONLY | os.O_CREAT), 2)
@@ -180,6 +181,9 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
 
         preemption = Preemption(grace=settings.get("grace", "30s"))
         given = {"save": [Every(steps=4), preemption], "timeout": HANG_S, **settings["manager"]}
+        if settings.get("stuck_save") and rank == size - 1:
+            naps = iter([0])
+            given["planner"] = lambda: time.sleep(next(naps, 600)) or DefaultSavePlanner()
         with Manager(url, **given) as manager:
             restored = manager.restore(state, step=settings.get("restore"))
             if restored is not None:

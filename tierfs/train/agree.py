@@ -44,8 +44,8 @@ class World:
     The constructor is a collective. A rank waits for the others for ``timeout_s`` seconds.
 
     Attributes:
-        while_waiting: Called every `WAITED_S` while the training thread waits for the others, with a function that returns
-            in words which ranks are late. It may end the process.
+        while_waiting: Called every `WAITED_S` while the training thread waits, with a function that says for what: see
+            `wait_for`. It may end the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -75,32 +75,40 @@ class World:
         self._turn += 1
         turn = self._turn
 
+        def is_over(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                # If others are late, they see that this rank has come to this turn.
+                self.training.get_group_store().set(f"tierfs-{self.rank}", str(turn))
+                return False
+            return True
+
         def end() -> list[int]:
-            self._wait_for(work, turn)
+            self.wait_for(is_over, lambda: self._late(turn))
             found: list[int] = tensor.tolist()
             return found
 
         return end
 
-    def _wait_for(self, work: Any, turn: int) -> None:
-        """Wait for a collective. If others are late, note in the group's store that this rank has come to this turn."""
+    def wait_for(self, is_over: Callable[[float], bool], why: Callable[[], str]) -> None:
+        """Wait, on the training thread, for something that another rank may delay.
+
+        Args:
+            is_over: Waits for this many seconds at most, and returns whether the wait is over.
+            why: Returns in words what has not happened yet.
+        """
         begun_s, is_silent = time.monotonic(), True
-        while True:
-            try:
-                work.wait(timedelta(seconds=WAITED_S))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            else:
-                return
-            self.training.get_group_store().set(f"tierfs-{self.rank}", str(turn))
-            self.while_waiting(lambda: self._late(turn))
+        while not is_over(WAITED_S):
+            self.while_waiting(why)
             if is_silent and time.monotonic() - begun_s >= SILENT_S:
                 is_silent = False
-                _logger.warning("rank %d has waited for %s for %g s", self.rank, self._late(turn), SILENT_S)
+                _logger.warning("rank %d has waited for %g s: %s", self.rank, SILENT_S, why())
 
     def _late(self, turn: int) -> str:
-        """Return in words which ranks have not come to a turn."""
+        """Say which ranks have not come to a turn."""
         late: list[str] = []
 
         def look() -> None:
@@ -111,7 +119,8 @@ class World:
         looking = start_daemon(look, name="late-ranks")
         if looking is not None:
             looking.join(LOOKED_S)
-        return f"rank {', '.join(late)}" if late else "another rank"
+        who = f"rank {', '.join(late)}" if late else "another rank"
+        return f"{who} did not come to this step"
 
     def gather(self, value: Any, group: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on every rank."""

@@ -231,16 +231,16 @@ class SaveDecider:
         begun_s = self._signals.received_s or time.monotonic()
         return max(0.0, begun_s + self._grace_s - time.monotonic())
 
-    def _give_up_late(self, late: Callable[[], str]) -> None:
-        """End the process if a rank is late and the grace period after a signal is almost over.
+    def _give_up_late(self, why: Callable[[], str]) -> None:
+        """End the process if the grace period after a signal is almost over while this rank waits.
 
-        The interpreter could not end by itself: the collective that waits for the late rank would stop it.
+        The interpreter could not end by itself: a collective that waits for a late rank would stop it.
         """
         if self._signals.received and self.left_s <= self._grace_s * RESERVED:
             name = signal.Signals(self._signals.received).name
             _logger.error(
-                "training ends without a last save: %s did not come to this step within %g s of %s",
-                late(), self._grace_s * (1 - RESERVED), name,
+                "training ends without a last save: %s within %g s of %s",
+                why(), self._grace_s * (1 - RESERVED), name,
             )  # fmt: skip
             self._saves.wait(self.left_s)
             logging.shutdown()

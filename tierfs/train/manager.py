@@ -246,6 +246,14 @@ class Manager:
         """Wait until every rank has come here. Waits for a rank that is stuck end with the grace period only here."""
         self._world.begin_greatest([0], self._world.training)()
 
+    def _settle(self, saved: SaveHandle) -> None:
+        """Wait until a save has ended; not for ever, if a rank is stuck in it: see `_meet`."""
+        ends_s = time.monotonic() + self._timeout_s
+        self._world.wait_for(
+            lambda seconds: saved.settle(seconds) or time.monotonic() >= ends_s,
+            lambda: f"the save of step {saved.step} did not end",
+        )
+
     def _secure(self, saved: SaveHandle) -> None:
         """Wait until a save has reached the level ``local``, for as long as the grace period allows."""
         try:
@@ -302,7 +310,7 @@ class Manager:
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._meet()
-            self._handles[0].settle(self._timeout_s)
+            self._settle(self._handles[0])
         numbers = {name: float(value) for name, value in taken.items()}
         handle = SaveHandle(self._run, step, kind)
         order = SaveOrder(handle, self._course.run, numbers, self._history.recorded(), overwrite)
