@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.waiting import HANG_S
+from support.waiting import HANG_S, until
 
 from tierfs.threads import Processors, Transfers
 
@@ -181,12 +181,14 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
 def test_no_more_threads_have_a_turn_than_there_are_processors(with_processors):
     with_processors(2)
     shared, lock, inside, most = Processors(), threading.Lock(), [], []
+    pairs = threading.Barrier(2)
 
     def work():
         with shared.turn():
             with lock:
                 inside.append(1)
                 most.append(len(inside))
+            pairs.wait(HANG_S)
             shared.share_out(lambda _: time.sleep(0.005), range(4))
             with lock:
                 inside.pop()
@@ -303,6 +305,7 @@ def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
         ended.append(number)
 
     def interrupt():
+        until(lambda: len(begun) == 2)
         for _ in range(3):  # repeated interrupts do not cut the wait short
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)

@@ -18,6 +18,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.mount import wire
 from tierfs.mount.wire import Opcode, Valid
 from tierfs.objects.backends.memory import MemoryObjects
+from tierfs.store import offline
 from tierfs.store.create import create_store
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
 
@@ -61,6 +62,7 @@ def hand(host, tmp_path):
 
 
 def come_back(host):
+    offline.LOOK_S = HANG_S  # the fixture's change is undone, too
     Hanging.answers.set()
     host.tiers.away_until_s = 0.0
     verbs.wait(host.store, "", Level.OBJECT)

@@ -11,11 +11,13 @@ from datetime import datetime, timezone
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.mount_hand import Hand
+from support.waiting import HANG_S
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
 from tierfs.mount import overlay, process, reading
 from tierfs.mount.attributes import attributes_of
+from tierfs.mount.state import Recent
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
 
@@ -137,6 +139,7 @@ def test_a_file_that_another_host_replaced_is_another_inode(hand, other):
 def test_a_file_that_is_replaced_all_the_time_can_be_opened(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")
+    hand.state.stale = Recent(HANG_S)
     hand.write_file("a", b"0")
     node = hand.node("a")
     verbs.save(other, "a", b"replaced")
@@ -154,6 +157,7 @@ def test_a_file_that_is_replaced_all_the_time_can_be_opened(hand, other):
 def test_each_thread_that_had_an_old_version_opens_the_next(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")
+    hand.state.stale = Recent(HANG_S)  # however long this takes
     hand.write_file("a", b"0")
     node = hand.node("a")
     hand.state.nodes.told(node)

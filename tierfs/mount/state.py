@@ -21,7 +21,7 @@ VALID_SETTLED_S = 60.0
 MISSING_S = 0.02
 # After ESTALE the kernel looks the name up again and opens it once more, not twice. That second open by the same thread
 # succeeds even if the file was replaced again in between.
-STALE_S = 0.2
+STALE_S = 1.0
 RECENT_MAX = 256
 
 
