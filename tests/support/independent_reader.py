@@ -568,6 +568,7 @@ class StoreReader:
         _known(isinstance(uuid, str) and re.fullmatch("[0-9a-f]{32}", uuid) is not None, "descriptor: uuid")
         _known(isinstance(value.get("single_writer"), bool), "descriptor: single_writer")
         _known(isinstance(value.get("digest"), str), "descriptor: digest")
+        _known(value.get("features", []) == [], f"descriptor: features {value.get('features')}")
         promises = [endpoint.get(name) for name in PROMISES] if isinstance(endpoint, dict) else [None]
         _known(all(isinstance(promise, bool) for promise in promises), "descriptor: endpoint")
         return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from tierfs import digest
 from tierfs.checked_json import parse_object
@@ -84,6 +84,7 @@ class Descriptor:
         lease_s: How long a writer may rely on its knowledge without renewing its lease.
         grace_s: How long replaced, deleted and condemned objects stay readable.
         endpoint: The promises of the object tier, from the last probe.
+        document: All members as they were read. `encode` writes those again that this version does not know.
     """
 
     uuid: str
@@ -94,6 +95,7 @@ class Descriptor:
     chain_max: int = 1
     lease_s: int = 60
     grace_s: int = 3600
+    document: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def single_writer(self) -> bool:
@@ -102,6 +104,7 @@ class Descriptor:
 
     def encode(self) -> bytes:
         document: dict[str, object] = {
+            **self.document,
             "magic": _MAGIC,
             "format": VERSION,
             "uuid": self.uuid,
@@ -125,7 +128,7 @@ class Descriptor:
 
         Raises:
             CorruptionError: The data is damaged or cut short.
-            FormatError: The data is of another version, or has sizes that this tierfs does not support.
+            FormatError: The data is of another version, or has sizes or features that this tierfs does not support.
         """
         try:
             document = parse_object(data, "its text")
@@ -154,6 +157,10 @@ class Descriptor:
                 raise malformed(f"{name} is {value!r}, and must be from {low} to {high}")
             return value
 
+        if (features := document.get("features", [])) != []:
+            raise malformed(
+                f"the store has the features {features!r:.200}, which this tierfs lacks: use a newer tierfs"
+            )
         number("block_bytes", BLOCK_BYTES, BLOCK_BYTES)
         number("chunk_bytes", CHUNK_BYTES, CHUNK_BYTES)
         uuid = document.get("uuid")
@@ -172,6 +179,7 @@ class Descriptor:
             chain_max=number("chain_max", 0, 32),
             lease_s=number("lease_s", 1, 3600),
             grace_s=number("grace_s", 1, 365 * 86400),
+            document=document,
         )
 
 
