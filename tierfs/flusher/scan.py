@@ -6,7 +6,7 @@ import logging
 import threading
 
 from tierfs.clock import boot_id
-from tierfs.errors import ConflictError, CorruptionError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, TierfsError
 from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
 from tierfs.format.keys import is_at_or_below
@@ -30,8 +30,8 @@ class PendingScan:
         self._boot = boot_id()
         self._looking = threading.Lock()  # a concurrent `discover` waits, so that it has the results of this one, too
         self._walk_at_s = float("-inf")
-        # Unreadable drafts by write id: the path, and the seq in the nvme tier or the slot.
-        self._lost: dict[bytes, tuple[str, int | Slot]] = {}
+        # Unreadable drafts by write id: the path, the seq in the nvme tier or the slot, and the problem.
+        self._lost: dict[bytes, tuple[str, int | Slot, TierfsError]] = {}
         self._ram_only: dict[bytes, Draft] = {}  # drafts that stay where they are, by write id
 
     @property
@@ -50,7 +50,7 @@ class PendingScan:
                 try:
                     draft = Draft.in_nvme(stored)
                 except TierfsError as error:
-                    self._lost[stored.write_id] = stored.path, stored.seq
+                    self._lost[stored.write_id] = stored.path, stored.seq, error
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - a trace adds nothing
                     continue
@@ -108,7 +108,7 @@ class PendingScan:
         draft = Draft.in_slot(slot)
         if isinstance(draft, TierfsError):
             if slot.name not in self._lost:
-                self._lost[slot.name] = where, slot
+                self._lost[slot.name] = where, slot, draft
                 _logger.error("a draft cannot be read and stays where it is: %s", draft)
             return
         if draft is None:
@@ -142,11 +142,14 @@ class PendingScan:
 
         Raises:
             CorruptionError: A draft or a segment is damaged, so this host's last change there may be lost.
+            FormatError: Another version of tierfs wrote the draft.
         """
         for name, error in self._state.ram.damaged().items():
             raise damaged_segment(name, error, path)
-        for where, place in list(self._lost.values()):
+        for where, place, error in list(self._lost.values()):
             if not where or is_at_or_below(where, path):
+                if isinstance(error, FormatError):
+                    raise FormatError(str(error), path=where)
                 advice = discard_advice(where)
                 if where and isinstance(place, int):  # an unreadable draft in a slab also keeps writers from its path
                     advice = "write it again, or discard it with `tierfs flusher discard`"
@@ -158,7 +161,7 @@ class PendingScan:
 
     def discard_lost(self, path: str) -> int:
         """Discard the unreadable drafts of ``path``. Return how many."""
-        lost = {write_id: place for write_id, (where, place) in list(self._lost.items()) if where == path}
+        lost = {write_id: place for write_id, (where, place, _) in list(self._lost.items()) if where == path}
         for write_id, place in lost.items():
             if isinstance(place, int):
                 assert self._state.nvme is not None

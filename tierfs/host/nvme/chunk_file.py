@@ -27,8 +27,8 @@ from tierfs.buffers import PAGE_BYTES, block_buffers, buffers
 from tierfs.digest import BLOCK_BYTES, checksum
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.host.filesystems import disk_errors
+from tierfs.host.nvme.head import VERSION
 
-VERSION = 1
 NAME_BYTES_MAX = 33
 META_BYTES_MAX = 900
 CALL_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class ChunkPage(NamedTuple):
 
     @classmethod
     def decode(cls, page: bytes) -> ChunkPage | None:
-        """Decode the page. Return None if it is damaged, or of another version."""
+        """Decode the page. Return None if it is damaged, or of another version, which the tier's head refuses first."""
         if not page.startswith(_MAGIC) or checksum(page[:-_CHECKSUM_BYTES]) != page[-_CHECKSUM_BYTES:]:
             return None
         _, version, name_length, meta_length, length = _HEAD.unpack_from(page)

@@ -153,7 +153,7 @@ def check_version(path: Path, version: int) -> None:
     """
     if version != VERSION:
         raise FormatError(
-            f"{path}: has version {version}; this tierfs reads version {VERSION}: use the tierfs that wrote it, or wait "
-            "until nothing is pending and remove the nvme tier's files",
+            f"{path}: has version {version}; this tierfs reads version {VERSION}: with the tierfs that wrote it, run "
+            "`tierfs wait URL` and `tierfs forget URL --yes`",
             tier="nvme",
         )
