@@ -33,6 +33,7 @@ lint:
 prose:
     {{python}} docs/pictures/draw.py
     {{python}} docs/pictures/plots.py
+    {{python}} docs/reference/interface.py
     {{python}} docs/reference/generate.py
     {{python}} -m pytest -q tests/test_docs.py tests/test_prose.py
 

@@ -9,6 +9,7 @@ import errno
 import inspect
 import json
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -161,6 +162,7 @@ def soak() -> list[str]:
 
 
 PARTS = {
+    "api.md": {"names": runpy.run_path(str(HERE / "interface.py"))["stability"]},
     "cli.md": {"commands": groups, "metrics": metrics},
     "errors.md": {"classes": error_table, "attributes": error_attributes},
     "configuration.md": {"settings": settings},
