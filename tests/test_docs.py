@@ -157,3 +157,14 @@ def test_the_reference_has_what_the_code_knows():
         assert path.read_text() == page, f"{path.name}: run docs/reference/generate.py"
         for name in generate["PARTS"][path.name]:
             assert f"<!-- {name} -->" in page, f"{path.name} lacks the mark of {name}"
+
+
+def test_every_row_of_the_trust_model_names_tests_that_exist():
+    rows = re.findall(
+        r"^\| (?!Access|---)(.*?) \|.*\| (.*?) ?\|$", (ROOT / ".github" / "SECURITY.md").read_text(), re.MULTILINE
+    )
+    assert rows
+    for who, tests in rows:
+        named = re.findall(r"`([^`]+)`", tests)
+        assert named or who == "the host, as the same user"
+        assert all("def test_" in (ROOT / path).read_text() for path in named), who

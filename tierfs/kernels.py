@@ -11,11 +11,11 @@ from types import ModuleType
 
 def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get("TIERFS_KERNELS") == "0":
-        return None, "off (TIERFS_KERNELS=0)"
+        return None, "NumPy (TIERFS_KERNELS=0)"
     try:
         from tierfs import _kernels  # noqa: PLC0415 - may be missing
     except ImportError as error:
-        return None, f"not built: {error}"
+        return None, f"NumPy (not built: {error})"
     return _kernels, "compiled"
 
 
@@ -24,5 +24,5 @@ active, _how = _load()
 
 
 def status() -> str:
-    """Return ``compiled``, or why numpy is used instead."""
+    """Return ``compiled``, or ``NumPy`` and why."""
     return _how
