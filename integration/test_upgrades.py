@@ -5,6 +5,7 @@ The newer version is a copy of the package with higher numbers, in processes of 
 
 import hashlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -24,14 +25,28 @@ NUMBERS = {  # the file that has the number of a layout
     "draft": "host/pending/record.py",
 }
 ACT = """
-import hashlib, os, sys, fsspec, tierfs
+import hashlib, os, random, sys, fsspec
 what, url, path, level = sys.argv[1:]
 fs, root = fsspec.url_to_fs(url)
 if what == "save":
-    fs.pipe_file(f"{root}/{path}", hashlib.sha256(path.encode()).digest() * 10_000, ack=level)
+    fs.pipe_file(f"{root}/{path}", random.Random(path).randbytes(300_000), ack=level)
     sys.stdout.flush()
     os._exit(0)  # as a killed process, it leaves its memory
 print(hashlib.sha256(fs.cat_file(f"{root}/{path}")).hexdigest())
+"""
+TRAIN = """
+import random, sys, fsspec
+url, *paths = sys.argv[1:]
+fs, root = fsspec.url_to_fs(url)
+for path in paths:
+    fs.pipe_file(f"{root}/{path}", random.Random(path).randbytes(300_000), ack="staged")
+    print("saved", flush=True)
+    sys.stdin.readline()
+try:
+    fs.wait(root, "object", timeout=60)
+    print("published")
+except Exception as error:
+    print(type(error).__name__, error)
 """
 
 
@@ -99,7 +114,7 @@ def host(tmp_path):
 
 
 def content(path):
-    return hashlib.sha256(hashlib.sha256(path.encode()).digest() * 10_000).hexdigest()
+    return hashlib.sha256(random.Random(path).randbytes(300_000)).hexdigest()
 
 
 @pytest.mark.parametrize("level", ["staged", "local"])
@@ -147,3 +162,31 @@ def test_another_layout_is_refused_aloud_and_the_old_version_loses_nothing(layou
     old.command("flusher", "stop", url)
     assert old.command("forget", url, "--yes").returncode == 0
     assert new.act("read", url, "run/old", "").stdout.strip() == content("run/old")
+
+
+@pytest.mark.parametrize("layouts", [(), ("segment",)], ids=["same", "segment"])
+def test_a_running_trainer_never_hears_of_a_level_that_is_not_reached(layouts, host, tmp_path):
+    environment, url = host
+    old, new = Version(PACKAGE.parent, environment), Version(newer_copy(tmp_path / "newer", *layouts), environment)
+    new.environment.pop("TIERFS_BANDWIDTH")
+    command = [sys.executable, "-P", "-c", TRAIN, url, "run/first", "run/old"]
+    with subprocess.Popen(
+        command, env=old.environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as trainer:
+        assert trainer.stdout.readline() == "saved\n"
+        new.act("save", url, "run/new", "local")  # its flusher takes the place of the older one
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        assert trainer.stdout.readline() == "saved\n"
+        said, _ = trainer.communicate("\n", WAIT_S)
+    if not layouts:
+        assert said == "published\n"
+        return
+    assert said.startswith("FormatError"), said
+    assert "tierfs wait URL" in said
+    assert "delete" not in said
+    kill_flushers(tmp_path / "state")
+    old.environment.pop("TIERFS_BANDWIDTH")
+    waited = old.command("wait", url, "--timeout", WAIT_S)
+    assert waited.returncode == 0, waited.stderr
+    assert old.act("read", url, "run/old", "").stdout.strip() == content("run/old")

@@ -547,7 +547,7 @@ def test_a_damaged_header_is_refused(segment, at):
 
 def test_a_file_that_is_no_segment_is_refused(segment, folder):
     (folder / "other").write_bytes(b"x" * 10)
-    with pytest.raises(FormatError, match="not a tierfs segment"):
+    with pytest.raises(CorruptionError, match="not a tierfs segment"):
         Segment.attach(folder / "other")
     with pytest.raises(NotFoundError, match="no longer exists"):
         Segment.attach(folder / "none")

@@ -381,8 +381,10 @@ def paths_pending(state: Path, directory: Path, path: str = "") -> list[str]:
     return sorted({*stored, *(name for name in staged if is_at_or_below(name, path))})
 
 
-def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
-    """Return the error for a path whose changes may be in a damaged segment."""
+def damaged_segment(name: str, error: Exception, path: str) -> TierfsError:
+    """Return the error for a path whose changes may be in a damaged segment, or one of another version."""
+    if isinstance(error, FormatError):
+        return FormatError(f"{path or 'a file'} may have a change in a segment: {error}", path=path, tier="ram")
     what = f"{path}: {name}" if path else name
     return CorruptionError(
         f"{what} is no longer a valid segment, and may have held the only copy of saved data: {error}: delete that "

@@ -194,8 +194,8 @@ class Segment:
 
         Raises:
             NotFoundError: The file does not exist.
-            CorruptionError: Its header is damaged, or its size is wrong.
-            FormatError: The file is not a segment, has another version, or is left over from an earlier boot.
+            CorruptionError: The file is not a segment, its header is damaged, or its size is wrong.
+            FormatError: The file has another version, or is left over from an earlier boot.
             StoreError: It cannot be opened.
         """
         fd, header = open_segment(path)

@@ -169,19 +169,19 @@ class SegmentHeader:
         """Decode and check the header page.
 
         Raises:
-            FormatError: The file is not a segment, or has another version.
-            CorruptionError: The header is damaged.
+            FormatError: The file has another version.
+            CorruptionError: The file is not a segment, or its header is damaged.
         """
         if not data.startswith(MAGIC):
-            raise FormatError(f"{path} is not a tierfs segment", path=path, tier="ram")
+            raise CorruptionError(f"{path} is not a tierfs segment", path=path, tier="ram")
         fixed, found = data[: _FIXED.size], data[_FIXED.size : _FIXED.size + _CHECKSUM_BYTES]
         if len(found) < _CHECKSUM_BYTES or checksum(fixed) != found:
             raise CorruptionError(f"the header of {path} is damaged", path=path, tier="ram")
         _, version, slots, size, heads_at, data_at, number, ident, store, boot, creator = _FIXED.unpack(fixed)
         if version != VERSION:
             raise FormatError(
-                f"{path} has version {version}; this tierfs reads version {VERSION}: end the processes of the other "
-                "tierfs",
+                f"{path} has version {version}; this tierfs reads version {VERSION}: with the tierfs that wrote it, run "
+                "`tierfs wait URL` and `tierfs forget URL --yes`",
                 path=path,
                 tier="ram",
             )
@@ -195,8 +195,8 @@ def read_header(fd: int, path: str) -> SegmentHeader:
     """Read and check the header of an open segment.
 
     Raises:
-        FormatError: The file is not a segment, or has another version.
-        CorruptionError: The header is damaged, or the file does not have the size that the header says.
+        FormatError: The file has another version.
+        CorruptionError: The file is not a segment, its header is damaged, or it has another size than the header says.
     """
     header = SegmentHeader.decode(os.pread(fd, PAGE_BYTES, 0), path)
     if os.fstat(fd).st_size != header.layout.size:
@@ -211,8 +211,8 @@ def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
 
     Raises:
         NotFoundError: The file does not exist.
-        CorruptionError: Its header is damaged, or its size is wrong.
-        FormatError: The file is not a segment, has another version, or is left over from an earlier boot.
+        CorruptionError: The file is not a segment, its header is damaged, or its size is wrong.
+        FormatError: The file has another version, or is left over from an earlier boot.
         StoreError: It cannot be opened or read.
     """
     name = str(path)
