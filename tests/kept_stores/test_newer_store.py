@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from support.independent_reader import ReaderError, StoreReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierfs
@@ -109,6 +110,12 @@ def test_python_refuses_a_store_with_an_unknown_feature(newer, tmp_path):
         with pytest.raises((FormatError, CheckpointException), match="chunks-of-64-mib") as raised:
             enter()
         assert "use a newer tierfs" in str(raised.value), door
+
+
+def test_the_independent_reader_refuses_an_unknown_feature(place, newer):
+    with pytest.raises(ReaderError, match="chunks-of-64-mib") as raised:
+        StoreReader(place)
+    assert raised.value.kind == "format"
 
 
 def test_a_probe_keeps_the_members_that_it_does_not_know(place):
