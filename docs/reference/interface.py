@@ -180,10 +180,9 @@ def settings() -> Iterator[str]:
 
 
 def environment() -> Iterator[str]:
-    """Yield the variables of the environment that the page of the configuration names."""
+    """Yield the variables of the environment that the configuration's page names. `tests/test_docs.py` compares it with the code."""
     page = (HERE / "configuration.md").read_text().partition("## Environment")[2].partition("\n## ")[0]
-    named = set(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
-    found = {name for cell in named for name in re.findall(r"`(TIERFS_\w+)`", cell)}
+    found = set(re.findall(r"`(TIERFS_\w+)`", page))
     yield from sorted(found | {f"TIERFS_{name.upper()}" for name in TierOptions.names()})
 
 
