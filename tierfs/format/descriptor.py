@@ -166,10 +166,9 @@ class Descriptor:
         uuid = document.get("uuid")
         if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
             raise malformed(f"invalid uuid {uuid!r}")
-        try:
-            kind = next(kind for kind in DigestKind if kind.label == document.get("digest"))
-        except StopIteration:
-            raise malformed(f"unknown digest {document.get('digest')!r}: use a newer tierfs") from None
+        kind = next((kind for kind in DigestKind if kind.label == document.get("digest")), None)
+        if kind is None:
+            raise malformed(f"unknown digest {document.get('digest')!r}: use a newer tierfs")
         return cls(
             uuid=uuid,
             created_ns=number("created_ns", -(1 << 63), (1 << 63) - 1),
@@ -184,11 +183,10 @@ class Descriptor:
 
 
 def _decode_endpoint(value: object, malformed: Callable[[str], FormatError]) -> Capabilities:
-    if not isinstance(value, dict):
-        raise malformed("endpoint is missing")
+    found = value if isinstance(value, dict) else {}
     names = [item.name for item in fields(Capabilities) if item.name != "checksums"]
-    flags = {name: flag for name in names if isinstance(flag := value.get(name), bool)}
-    checksums = value.get("checksums")
+    flags = {name: flag for name in names if isinstance(flag := found.get(name), bool)}
+    checksums = found.get("checksums")
     if len(flags) != len(names) or not isinstance(checksums, list):
         raise malformed(f"invalid endpoint {value!r}")
     return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
