@@ -1,5 +1,6 @@
 """Fixtures for all tests: state, memory and stores that are separate from those of this host's user."""
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -17,7 +18,7 @@ from hypothesis import settings
 
 if "support" not in sys.modules:  # a plugin may come from there
     pytest.register_assert_rewrite("support")  # a failed assert there says its values, too
-from support import forked_flusher, leftovers, opened, repeating
+from support import forked_flusher, leftovers, opened, repeating, resting
 
 from tierfs.repeated_warnings import forget_repeats
 from tierfs.session import tiers
@@ -107,8 +108,14 @@ settings.load_profile("tierfs")
 sys.dont_write_bytecode = False
 
 
+# Races that a busy machine shows now and then show more often with them; see `.ci/steady`.
+rests = resting.rests_of(os.environ)
+
+
 def pytest_configure(config):
     repeating.draw_seed(config)
+    if rests is not None:
+        rests.install()
     # Each worker collects the folders from another one on, so that it finds most files compiled by the others.
     if hasattr(config, "workerinput") and config.args == ["tests"]:
         here = Path(__file__).parent
@@ -127,6 +134,12 @@ def pytest_configure(config):
     # A thread of torch that waits for the others keeps its processor busy, and more processes run than there are
     # processors: two threads take four times the processor time of one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with rests.during(item.nodeid) if rests is not None else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
