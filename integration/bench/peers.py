@@ -39,7 +39,7 @@ from support.peer_hosts import PeerHost, bare, until
 
 import tierfs
 from tierfs import digest
-from tierfs.cli.commands.flusher import NICER
+from tierfs.flusher.priority import NICER
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.peers.settings import Identity
 from tierfs.peers.wire import accept, dial, listen

@@ -27,9 +27,9 @@ from support.waiting import HANG_S, until
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.commands.flusher import NICER
 from tierfs.cli.commands.status import UploadRate, one_line, table
 from tierfs.errors import CorruptionError, StoreError
+from tierfs.flusher.priority import NICER
 from tierfs.flusher.upload import Uploader
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
@@ -625,7 +625,12 @@ def test_a_flusher_for_a_client_gives_way_to_it_and_logs_nothing(host, url, tell
     pid = until(lambda: told("status", url)["flusher"].get("pid"))
     assert directory.name in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + NICER, 19)
+    threads = {
+        int(task.name): os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    # Threads that upload give way, and those that answer clients do not.
+    assert threads[pid] == own
+    assert set(threads.values()) == {own, min(own + NICER, 19)}
     assert (directory / "flusher.log").read_text() == ""
 
 
@@ -661,6 +666,12 @@ late = {"fsspec", "asyncio", "ssl", "rich", "tierfs.store", "tierfs.objects", "t
 assert not late, late
 assert "priority_refused" not in engine.handle("status", {}, None)["counters"]
 """
+REFUSES = """
+import os, pathlib
+from tierfs.flusher import priority
+os.getsid = lambda _: os.getpid()
+priority.SESSION = pathlib.Path("/")  # a directory cannot be written
+"""
 COUNTS = 'assert engine.handle("status", {}, None)["counters"]["priority_refused"] == 1'
 LIMITED = """
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -676,8 +687,8 @@ assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("flusher.give_way = lambda: True", ANSWERS),
-        ("flusher.give_way = lambda: False", COUNTS),
+        ("", ANSWERS),
+        (REFUSES, COUNTS),
         (LIMITED, UNLIMITED),
     ],
     ids=["loads the object tier late", "counts that it cannot give way", "has no limits of the client"],

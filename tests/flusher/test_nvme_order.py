@@ -7,6 +7,7 @@ import pytest
 
 from tierfs.clock import ManualClock
 from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, NvmePersister
+from tierfs.flusher.priority import Priority
 from tierfs.flusher.queue import FlushItem, FlushQueue
 
 GIB = 1 << 30
@@ -17,7 +18,12 @@ class Drafts:
 
     def __init__(self):
         self.state = SimpleNamespace(
-            changed=threading.Condition(), entries=FlushQueue(), clock=ManualClock(), nvme_bytes=4 * GIB, nvme=None
+            changed=threading.Condition(),
+            entries=FlushQueue(),
+            clock=ManualClock(),
+            nvme_bytes=4 * GIB,
+            nvme=None,
+            priority=Priority(),
         )
         self.persister = NvmePersister(self.state)
         self.later = self.state.clock.monotonic() + 10

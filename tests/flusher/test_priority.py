@@ -1,4 +1,4 @@
-"""A flusher's process yields processors to training."""
+"""A flusher's process yields processors to training, unless a program waits for it."""
 
 import os
 import subprocess
@@ -7,53 +7,81 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.cli.commands.flusher import NICER, give_way
+from tierfs.flusher.priority import NICER, Priority
 
 CODE = """
-import os
-from tierfs.cli.commands.flusher import give_way
-give_way()
-print(os.getpriority(os.PRIO_PROCESS, 0))
-try:
-    print(open("/proc/self/autogroup").read())
-except FileNotFoundError:
-    pass
+import os, sys, threading
+from tierfs.flusher.priority import Priority
+
+def say(*_):
+    print(os.getpriority(os.PRIO_PROCESS, 0), open("/proc/self/autogroup").read().strip())
+
+priority = Priority(10)
+priority.lower_session(True)
+lowered = threading.Thread(target=lambda: (priority.lower_thread(), say()))
+lowered.start()
+lowered.join()
+threading.Event().wait(0.15)  # the kernel allows ten changes a second
+priority.lower_session(False)
+say()
+assert not priority.is_refused
 """
 
 
 @pytest.fixture
-def nicer(monkeypatch):
-    asked = []
-    monkeypatch.setattr(os, "nice", asked.append)
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    return asked
+def led(monkeypatch):
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())  # as in a process that was started for a flusher
 
 
-def test_a_process_and_its_session_give_way():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], check=True, capture_output=True, text=True, start_new_session=True
-    )
-    said = done.stdout.split("\n")
-    assert int(said[0]) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICER, 19)
-    if Path("/proc/self/autogroup").exists() and said[1].startswith("/autogroup"):
-        assert said[1].endswith(f" nice {NICER}")
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
+def test_a_thread_gives_way_for_good_and_a_session_for_a_while():
+    argv = [sys.executable, "-c", CODE]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, start_new_session=True)
+    low, high = done.stdout.splitlines()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert low.startswith(f"{min(own + NICER, 19)} ")
+    assert low.endswith(f" nice {NICER}")
+    assert high.startswith(f"{own} ")
+    assert high.endswith(" nice 0")
 
 
-def test_a_session_that_cannot_be_changed_is_told_of(nicer, tmp_path, caplog):
-    assert not give_way(tmp_path)  # a directory cannot be written
-    assert nicer == [NICER]
+def test_a_session_that_cannot_be_changed_is_told_of(led, tmp_path, caplog):
+    assert Priority(NICER, tmp_path).is_refused  # a directory cannot be written
     assert "competes with training for the processors" in caplog.text
 
 
-@pytest.mark.parametrize("is_its_own", [True, False], ids=["no autogroups", "the session of another process"])
-def test_no_priority_is_set_of_a_session_that_has_none_or_is_not_its_own(
-    nicer, monkeypatch, tmp_path, caplog, is_its_own
-):
+def test_a_change_that_the_kernel_defers_is_tried_again(led, monkeypatch, tmp_path, caplog):
     session = tmp_path / "autogroup"
-    if not is_its_own:
-        session.write_text("0")
-        monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
-    assert give_way(session)
-    assert nicer == [NICER]
+    session.touch()
+    priority = Priority(NICER, session)
+    with monkeypatch.context() as busy:
+        busy.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(BlockingIOError()))
+        priority.lower_session(True)
+    assert session.read_text() == "0"
+    priority.lower_session(True)
+    assert session.read_text() == str(NICER)
+    assert not priority.is_refused
     assert not caplog.records
-    assert is_its_own or session.read_text() == "0"
+
+
+def test_a_flusher_that_was_not_started_for_a_client_keeps_its_priority(led, tmp_path):
+    session = tmp_path / "autogroup"
+    session.write_text("3")
+    priority = Priority(session=session)
+    priority.lower_session(True)
+    priority.lower_thread()
+    assert session.read_text() == "3"
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["the session of another process", "no autogroups"])
+def test_a_session_that_is_not_its_own_stays_as_it_is(monkeypatch, tmp_path, caplog, is_there):
+    session = tmp_path / "autogroup"
+    if is_there:
+        session.write_text("3")
+    monkeypatch.setattr(os, "getsid", lambda _: os.getppid() if is_there else os.getpid())
+    priority = Priority(NICER, session)
+    priority.lower_session(True)
+    assert session.exists() == is_there
+    assert not is_there or session.read_text() == "3"
+    assert not priority.is_refused
+    assert not caplog.records

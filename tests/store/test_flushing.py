@@ -765,7 +765,7 @@ def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, mo
     with host.held():
         save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
         flusher = host.flusher
-        monkeypatch.setattr(NvmePersister, "persist_all", lambda _: None)
+        monkeypatch.setattr(NvmePersister, "persist_all", lambda *_, **__: None)
         for name in "abc":
             save_at(host.store, name, b"x", Level.STAGED)
         until(lambda: len(host.flushing.entries) == 4)

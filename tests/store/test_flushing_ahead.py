@@ -4,10 +4,10 @@ import threading
 
 import pytest
 from support.saving import Training, bfloat16, safetensors
-from support.tiered import MIB, content
+from support.tiered import MIB, content, save_at
 from support.waiting import HANG_S, until, within
 
-from tierfs.flusher import queue, state
+from tierfs.flusher import flusher, queue, state
 from tierfs.flusher import upload as uploading
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.upload import Uploader, uploads_at_once
@@ -36,6 +36,17 @@ def commits(monkeypatch):
     monkeypatch.setattr(NvmeTier, "commit", wait_and_commit)
     yield go_on
     go_on.set()
+
+
+@pytest.fixture
+def priority(host, monkeypatch):
+    """A list of the priorities that the flusher asks for its session: whether each is the low one."""
+    asked = []
+    save(host.store, "first", b"x")  # so that a flusher runs
+    wait(host.store, "first", Level.OBJECT)
+    monkeypatch.setattr(state, "AWAITED_S", 0)
+    monkeypatch.setattr(host.flushing.priority, "lower_session", asked.append)
+    return asked
 
 
 def chunks_of(host):
@@ -181,3 +192,76 @@ def test_a_failed_early_upload_is_retried(host, small, commits):
     commits.set()
     wait(host.store, "a", Level.OBJECT)
     assert status(host.store)["counters"]["flusher_ahead_stops"] == 1
+
+
+def test_the_session_gives_way_while_drafts_are_in_flight(host, priority):
+    with host.held():
+        save(host.store, "a", content(SIZE))
+        until(lambda: True in priority)
+    wait(host.store, "a", Level.OBJECT)
+    del priority[:]
+    until(lambda: priority)  # a look when nothing is in flight
+    assert not any(priority)
+
+
+def test_the_session_does_not_give_way_while_a_client_waits(host, priority, commits):
+    save(host.store, "a", content(SIZE))
+    until(lambda: True in priority)
+    waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, HANG_S))
+    waiting.start()
+    try:
+        until(lambda: host.flushing.local_waits)
+        del priority[:]
+        host.flusher.nudge()
+        until(lambda: priority)
+        assert not any(priority)
+    finally:
+        commits.set()
+        waiting.join()
+
+
+def test_a_wait_for_much_does_not_change_the_priority(host, priority, commits, monkeypatch):
+    monkeypatch.setattr(flusher, "SMALL_BYTES_MAX", SIZE - 1)
+    save(host.store, "a", content(SIZE))
+    waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, HANG_S))
+    waiting.start()
+    try:
+        until(lambda: host.flushing.local_waits)
+        del priority[:]
+        host.flusher.nudge()
+        until(lambda: priority)
+        assert all(priority)
+    finally:
+        commits.set()
+        waiting.join()
+
+
+@pytest.fixture
+def burst(host, monkeypatch):
+    """A client's wait for a small file defers uploads until a test ends it."""
+    save_at(host.store, "first", b"x", Level.LOCAL)  # so that a flusher runs
+    wait(host.store, "first", Level.OBJECT)
+    monkeypatch.setattr(state, "BURST_S", HANG_S)
+
+
+@pytest.mark.usefixtures("burst")
+def test_uploads_wait_for_the_end_of_a_burst_of_small_files(host):
+    save_at(host.store, "a", content(SIZE), Level.LOCAL)
+    assert not within(0.5, lambda: chunks_of(host))
+    wait(host.store, "a", Level.OBJECT)  # a wait for the object tier ends it
+    assert len(chunks_of(host)) == 1
+
+
+@pytest.mark.usefixtures("burst")
+def test_a_burst_defers_uploads_for_a_bounded_time(host, monkeypatch):
+    monkeypatch.setattr(state, "PERSISTING_FIRST_S", 0.2)
+    save_at(host.store, "a", content(SIZE), Level.LOCAL)
+    until(lambda: chunks_of(host))
+
+
+def test_a_burst_does_not_keep_a_full_tier_from_making_room(make_host, monkeypatch):
+    host = make_host(nvme=4 * MIB)
+    monkeypatch.setattr(state, "BURST_S", HANG_S)
+    for name in "abcd":
+        save_at(host.store, name, content(3 * MIB // 2), Level.LOCAL)
+    assert not status(host.store)["counters"].get("flusher_nvme_passed_by")

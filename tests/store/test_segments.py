@@ -191,7 +191,7 @@ def overflown(tmp_path, root, descriptor):
     data = content(2 * BIG)
 
     def leave():
-        NvmePersister.persist_all = lambda _: None  # no further than a writer waits for
+        NvmePersister.persist_all = lambda *_, **__: None  # no further than a writer waits for
         host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
         host.objects.down = True
         save(host.store, "f", data)

@@ -349,7 +349,9 @@ class SteppedHost:
             ram = RamTier(self.process, world.uuid, budget_bytes=setup.ram, clock=world.clock)
             flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
             uploader = flusher.uploader
-            uploader._chunks = uploader._releases = flusher.persister._writes = Inline()
+            persister = flusher.persister
+            uploader._releases = persister._writes = persister._small_writes = Inline()
+            uploader._chunks = dict.fromkeys((False, True), Inline())
             if nvme is not None:
                 flusher._state.nvme_bytes = 2 * setup.passed_by_over
             flusher.use(StorePublisher(lambda: world.open(self.link)))
@@ -430,7 +432,8 @@ class SteppedHost:
             return False
         life, self.persisting = self.life, True
         try:
-            return persister.persist(batch)
+            with persister._turn:
+                return persister.persist(batch)
         finally:
             if self.life is life:
                 self.persisting = False

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.flusher import Flusher
+from tierfs.flusher.priority import Priority
 from tierfs.flusher.upkeep import Upkeep
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.host import Host
@@ -215,7 +216,7 @@ def build_engine(
     publisher: StorePublisher | None = None,
     clock: Clock | None = None,
     faults: Faults = no_faults,
-    fallbacks: Sequence[str] = (),
+    priority: Priority | None = None,
     replication: Replication | None = None,
 ) -> FlushEngine:
     """Build the engine of a flusher, to be run by a `Service`.
@@ -229,7 +230,7 @@ def build_engine(
         own: A way to the object tier that is used until a client hands over a better one.
         publisher: Publishes to the store if there is no ``connect``.
         faults: Called before and after each ordered step.
-        fallbacks: Counters to increment at the start: the fallbacks of this process so far.
+        priority: How the flusher shares the processors. By default, it keeps the priority of this process.
         replication: The settings of replication to other hosts; ``None`` if it is off.
     """
     clock = clock or SystemClock()
@@ -246,10 +247,12 @@ def build_engine(
             faults=faults,
             connect=connect,
             nvme_problem=problem,
+            priority=priority,
         )
         if problem:
             flusher.counters["nvme_unavailable"] += 1
-        flusher.counters.update(fallbacks)
+        if priority is not None and priority.is_refused:
+            flusher.counters["priority_refused"] += 1
         if publisher is not None:
             flusher.use(publisher)
         if own is not None:

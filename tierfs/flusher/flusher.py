@@ -25,15 +25,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.priority import Priority
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.scan import PendingScan
-from tierfs.flusher.state import FlushState
+from tierfs.flusher.state import BURST_S, SMALL_BYTES_MAX, FlushState
 from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import is_at_or_below
 from tierfs.host.events import Faults, no_faults
@@ -69,6 +71,7 @@ class Flusher:
         faults: Called before and after each ordered step with its name, so that tests can fail there.
         connect: Makes the publisher from the `Way` that a client hands over.
         nvme_problem: Why a configured nvme tier could not be opened; empty if none is configured or it is open.
+        priority: How its threads share the processors. By default, they have the priority of this process.
 
     Attributes:
         counters: Counts of events, by name.
@@ -89,11 +92,14 @@ class Flusher:
         faults: Faults = no_faults,
         connect: Connect | None = None,
         nvme_problem: str = "",
+        priority: Priority | None = None,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
         self.nvme_problem = nvme_problem
-        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
+        self._state = FlushState(
+            ram, nvme, clock=clock, random=random, fault=faults, connect=connect, priority=priority or Priority()
+        )
         self.counters = self._state.counters
         self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
@@ -121,7 +127,8 @@ class Flusher:
         """Find the drafts in the tiers, and start the threads."""
         self.scan.resume()
         if self.exchange is not None:
-            self.exchange.start()
+            with ThreadPoolExecutor(1, initializer=self._state.priority.lower_thread) as lowered:
+                lowered.submit(self.exchange.start).result()
         for target in (self._persist, self._upload):
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
@@ -168,6 +175,7 @@ class Flusher:
 
     def _open_ahead(self) -> None:
         """Open the store while a client still stages its first file, so that the upload need not wait for it."""
+        self._state.priority.lower_thread()
         with contextlib.suppress(TierfsError):  # the upload meets the same error, and reports it
             self._state.access.call(lambda publisher: publisher.open())
 
@@ -205,7 +213,6 @@ class Flusher:
         except Exception:  # the thread must go on after any error: no other thread flushes
             self.counters["unforeseen_errors"] += 1
             with state.changed:
-                state.persisting_since = None
                 state.changed.wait(SWEEP_S)
             _logger.exception("unexpected error in the flusher, which continues")
 
@@ -226,8 +233,10 @@ class Flusher:
             entry = None
             state.stalled_s()  # notes that nothing is pending
             while not state.stopping and (entry := self.uploader.next()) is None:
-                state.changed.wait(SWEEP_S)
+                state.follow_priority()
+                state.changed.wait(BURST_S if state.is_burst() else SWEEP_S)
                 state.stalled_s()
+            state.follow_priority()
             if entry is not None and not state.stopping:
                 self.uploader.begin(entry)
 
@@ -263,7 +272,6 @@ class Flusher:
         gone = gone or threading.Event()
         self._discover_all(deadline, gone)
         self.scan.check_lost(path)
-        self.nudge()
         with state.changed:
             if write_id is None:
                 own = (entry for entry in state.entries if not entry.is_foreign)
@@ -271,19 +279,30 @@ class Flusher:
             else:
                 waiting = list(filter(None, [state.entries.get(write_id)]))
             is_known = bool(waiting)
+            is_small = sum(entry.draft.length for entry in waiting) <= SMALL_BYTES_MAX
+            is_local = level <= state.local_level
             for entry in waiting:
+                entry.is_awaited |= is_small
                 if not entry.conflict:
                     state.entries.hasten(entry)  # a client waits for the draft now
-            state.changed.notify_all()
-            is_local = level <= state.local_level
             is_awaited = level is Level.OBJECT and write_id is not None
             state.local_waits += is_local
+            state.far_waits += not is_local
             state.object_waits += is_awaited
-            try:
+            if is_small:
+                state.note_wait(1, is_local=is_local)
+        try:
+            if not (is_local and is_small and self.persister.persist_all(if_small=True)):
+                self.nudge()
+            with state.changed:
                 self._wait_for(waiting, level, deadline, gone)
-            finally:
+        finally:
+            with state.changed:
                 state.local_waits -= is_local
+                state.far_waits -= not is_local
                 state.object_waits -= is_awaited
+                if is_small:
+                    state.note_wait(-1, is_local=is_local)
                 state.changed.notify_all()
         return is_known
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.queue import FlushItem
-from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotYetError
+from tierfs.flusher.state import RETRY_S_MIN, SMALL_BYTES_MAX, FlushState, NotYetError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.chunk_sources import ChunkRequest, FileChunks, check_copies
 from tierfs.host.nvme.batch import EncodedDraft
@@ -40,31 +40,47 @@ class NvmePersister:
 
     def __init__(self, state: FlushState) -> None:
         self._state = state
-        self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
+        lower = state.priority.lower_thread
+        self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write", initializer=lower)
+        self._small_writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write-small")
+        self._turn = threading.Lock()  # held by the thread that persists drafts
         self._looking_after = threading.Lock()  # so that a copy that another thread has just repaired is not dropped
 
     def stop(self) -> None:
         """Finish the running work, then end the threads."""
         self._writes.shutdown()
+        self._small_writes.shutdown()
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def persist_all(self) -> None:
-        """Persist queued drafts in order. Stop at the first that has to wait."""
+    def persist_all(self, *, if_small: bool = False) -> bool:
+        """Persist queued drafts in order, on this thread and at its priority. Stop at the first that has to wait.
+
+        ``if_small`` is for a client's thread, which need not wait for another one then: do nothing and return false if
+        the drafts are many or large, or another thread persists drafts.
+        """
         state = self._state
-        with state.changed:
-            # Drafts that are queued later are for the next call.
-            last, waiting = state.entries.last_waiting(), self.waiting()
-            state.persisting_since = state.clock.monotonic() if waiting else None
-        while waiting and not state.stopping:
-            batch = self.batch(waiting)
-            if not batch or not self.persist(batch):
-                break
+        if not self._turn.acquire(blocking=not if_small):
+            return False
+        try:
             with state.changed:
-                waiting = [entry for entry in self.waiting() if last is not None and entry.turn <= last]
-        with state.changed:
-            state.persisting_since = None
-            state.changed.notify_all()
+                # Drafts that are queued later are for the next call.
+                last, waiting = state.entries.last_waiting(), self.waiting()
+                if if_small and not BATCH_DRAFTS_MAX > len(list(_small(waiting, SMALL_BYTES_MAX))) == len(waiting):
+                    return False
+                state.persisting_since = state.clock.monotonic() if waiting else None
+            while waiting and not state.stopping:
+                batch = self.batch(waiting)
+                if not batch or not self.persist(batch):
+                    break
+                with state.changed:
+                    waiting = [entry for entry in self.waiting() if last is not None and entry.turn <= last]
+        finally:
+            with state.changed:
+                state.persisting_since = None
+                state.changed.notify_all()
+            self._turn.release()
+        return True
 
     def waiting(self) -> list[FlushItem]:
         """Return the first drafts to persist, in closing order, at most one commit's. The caller holds the lock."""
@@ -131,6 +147,8 @@ class NvmePersister:
         if entry.failures < WAITS_MAX and self._may_get_room():
             # The tier is full of dirty data. The other threads free room by moving it to the object tier.
             state.counters["nvme_full_waits"] += 1
+            with state.changed:
+                state.end_burst()
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
         _logger.warning("the nvme tier stays full, so %s goes to the object tier from memory: %s", entry.path, error)
@@ -252,7 +270,12 @@ class NvmePersister:
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot], *, keep: bool = True) -> None:
-        tasks = [self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks]
+        if len(chunks) == 1 and chunks[0].length <= SMALL_BYTES_MAX:
+            self._copy(nvme, chunks[0], keep=keep)  # a thread costs more than a small file
+            return
+        is_small = sum(chunk.length for chunk in chunks) <= SMALL_BYTES_MAX
+        writes = self._small_writes if is_small else self._writes
+        tasks = [writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks]
         for error in [error for task in tasks if (error := task.exception()) is not None]:  # waits for all
             raise error
 

@@ -74,6 +74,8 @@ class FlushItem:
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.
         is_foreign: Whether the draft is another host's, and lies in the room for those: see `DraftExchange`.
+        is_awaited: Whether a request has waited for the draft, and for a few bytes besides it at most.
+        is_urgent: Whether `begin` found it awaited, so that threads with the clients' priority upload it.
         holders: The ids of the other hosts that hold the draft.
         is_held: Whether as many other hosts as were asked for have held the draft.
         stage: How far the draft has come.
@@ -91,6 +93,8 @@ class FlushItem:
     rows: list[Row | None] = field(default_factory=list)
     plan: FilePlan | None = None
     is_foreign: bool = False
+    is_awaited: bool = False
+    is_urgent: bool = False
     holders: set[str] = field(default_factory=set)
     is_held: bool = False
     stage: FlushStage = FlushStage.WAITING
@@ -234,6 +238,7 @@ class FlushQueue:
     def begin(self, entry: FlushItem) -> None:
         """Note that a thread begins to work on a draft."""
         self._busy.add(entry)
+        entry.is_urgent = entry.is_awaited
         self.large.pop(entry.draft.write_id, None)
         _take_out(self._ready, entry)
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock
-from tierfs.digest import DigestKind
+from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
+from tierfs.flusher.priority import Priority
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format.manifest import Manifest
 from tierfs.host.chunk_sources import ChunkSources, ChunkTier, FileChunks, RamChunks, slot_at
@@ -36,6 +37,14 @@ RETRY_S_MAX = 30.0
 # How long writing drafts to the nvme tier defers the upload of others. A client may wait for the nvme tier, which is
 # reached soon, while an upload may take long.
 PERSISTING_FIRST_S = 10.0
+# Requests that wait for at most so many bytes have the priority of their clients. Training goes on during most waits for
+# more: those of asynchronous saves.
+SMALL_BYTES_MAX = CHUNK_BYTES
+# Uploads begin this long after the last such request, so that they do not delay the next one.
+BURST_S = 0.05
+# The session keeps the priority of its clients this long after it. An unprivileged process may change it ten times a
+# second.
+AWAITED_S = 0.2
 # How long nothing may reach the object tier before this is reported.
 STALL_S = 60.0
 _logger = logging.getLogger("tierfs.flush")
@@ -60,7 +69,9 @@ class FlushState:
             pass runs.
         moved_at: When a chunk or record last reached the object tier, or nothing was pending, monotonic seconds.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
+        far_waits: Number of requests that wait for a level above that.
         object_waits: Number of changes that wait until the object tier has them.
+        priority: How the threads share the processors.
         counters: Counts of events, by name.
         exchange: The exchange of drafts with other hosts; ``None`` if there is none.
         local_level: The level of a draft in the nvme tier.
@@ -77,6 +88,7 @@ class FlushState:
         random: Callable[[], float],
         fault: Faults,
         connect: Connect | None = None,
+        priority: Priority | None = None,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
@@ -90,7 +102,10 @@ class FlushState:
         self.nudged = True
         self.persisting_since: float | None = None
         self.moved_at = clock.monotonic()
-        self.local_waits = self.object_waits = 0
+        self.local_waits = self.far_waits = self.object_waits = 0
+        self.priority = priority or Priority()
+        self._small_waits = 0
+        self._burst_since = self._burst_ends = self._awaited_at = float("-inf")
         self.counters: Counter[str] = Counter()
         self.exchange: DraftExchange | None = None
         usage = nvme.usage() if nvme is not None else None
@@ -111,8 +126,34 @@ class FlushState:
 
     def persists_first(self) -> bool:
         """Return whether the upload of drafts past the nvme tier is deferred, in favour of drafts that go there."""
-        since = self.persisting_since
+        since = self._burst_since if self.is_burst() else self.persisting_since
         return since is not None and self.clock.monotonic() - since < PERSISTING_FIRST_S
+
+    def is_burst(self) -> bool:
+        """Return whether clients write small files that wait for the nvme tier, and nobody waits for a level above it.
+
+        The caller holds the lock.
+        """
+        is_on = self.clock.monotonic() < self._burst_ends
+        return is_on and not self.far_waits and not self.entries.is_behind
+
+    def note_wait(self, count: int, *, is_local: bool) -> None:
+        """Note that one more request waits for a few bytes (1), or one less (-1). The caller holds the lock."""
+        now = self._awaited_at = self.clock.monotonic()
+        self._small_waits += count
+        if is_local:
+            self._burst_since = self._burst_since if now < self._burst_ends else now
+            self._burst_ends = now + BURST_S
+        self.follow_priority()
+
+    def end_burst(self) -> None:
+        """Let uploads begin, because the nvme tier needs the room that they free."""
+        self._burst_ends = float("-inf")
+
+    def follow_priority(self) -> None:
+        """Lower the session's priority while drafts are in flight and nobody waits for a few bytes, else raise it."""
+        is_awaited = self._small_waits or self.clock.monotonic() - self._awaited_at < AWAITED_S
+        self.priority.lower_session(bool(self.entries.moving) and not is_awaited)
 
     def persists_alone(self) -> bool:
         """Return whether large drafts are not uploaded early either, because a request waits for the nvme tier."""

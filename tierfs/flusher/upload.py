@@ -54,22 +54,28 @@ class Uploader:
     def __init__(self, state: FlushState, *, bandwidth: int) -> None:
         self._state = state
         self.pace = Pace(state.clock, bandwidth)
-        self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
-        self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
+        # Each by whether it works for urgent drafts. Its threads are started by one that does, too.
+        self._chunks, self._drafts = (
+            {
+                urgent: ThreadPoolExecutor(count, name, initializer=None if urgent else state.priority.lower_thread)
+                for urgent in (False, True)
+            }
+            for count, name in ((uploads_at_once(), "tierfs-upload"), (DRAFTS_AT_ONCE_MAX, "tierfs-draft"))
+        )
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
         self._published: list[FlushItem] = []  # published drafts that the local tiers have not released yet
         self._uploaded: Counter[int] = Counter()  # bytes by the second of their arrival, for the last RATE_S seconds
 
     def stop(self) -> None:
         """Finish the running work, then end the threads."""
-        self._drafts.shutdown()
-        self._chunks.shutdown()
+        for pool in (*self._drafts.values(), *self._chunks.values()):
+            pool.shutdown()
         self._releases.shutdown()
 
     def begin(self, entry: FlushItem) -> None:
         """Submit a draft to a thread that runs `advance`. The caller holds the lock."""
         self._state.entries.begin(entry)
-        self._drafts.submit(self.advance, entry, ahead=not entry.past_nvme)
+        self._drafts[entry.is_urgent].submit(self.advance, entry, ahead=not entry.past_nvme)
 
     def next(self) -> FlushItem | None:
         """Return a draft that can be advanced now, or None. The caller holds the lock."""
@@ -167,11 +173,11 @@ class Uploader:
         contexts = dict(enumerate(entry.plan.contexts))
         sources = {part.chunk for context in contexts.values() for part in context.sources}
 
+        chunks = self._chunks[entry.is_urgent]
+
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
-                self._chunks.submit(
-                    self._upload_chunk, publisher, entry, rows[index], index, contexts.get(index), local
-                )
+                chunks.submit(self._upload_chunk, publisher, entry, rows[index], index, contexts.get(index), local)
                 for index in indexes
             ]
 

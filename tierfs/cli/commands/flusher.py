@@ -49,10 +49,6 @@ STOP_TIMEOUT_S = 60.0
 CONDITION_S = 60.0
 # Code that visits every possible descriptor is slow if the limit is over a million. 256 clients need no more than this.
 DESCRIPTORS_ENOUGH = 65_536
-NICER = 10
-# If this file exists, the kernel divides the processors among sessions. Nice values then count only within a session:
-# see sched(7).
-_SESSION = Path("/proc/self/autogroup")
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _logger = logging.getLogger("tierfs.flush")
 
@@ -216,10 +212,10 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """
     from tierfs.flusher.access import Way  # noqa: PLC0415 - only what a command needs
     from tierfs.flusher.engine import build_engine  # noqa: PLC0415
+    from tierfs.flusher.priority import NICER, Priority  # noqa: PLC0415
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
 
     _raise_limits()
-    fallbacks = [] if give_way() else ["priority_refused"]
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)
@@ -239,7 +235,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         nvme_bytes=parse_size(arguments.nvme or 0),
         bandwidth=parse_size(arguments.bandwidth or 0),
         own=own,
-        fallbacks=fallbacks,
+        priority=Priority(NICER),
         replication=_told_peers(arguments),
     )
     return engine, host.store_directory(uuid)
@@ -253,28 +249,6 @@ def _told_peers(arguments: argparse.Namespace) -> PeerReplication | None:
     from tierfs.session.settings import PEER_OPTIONS, TierOptions  # noqa: PLC0415
 
     return replication_of(TierOptions(**{name: getattr(arguments, name, None) for name in PEER_OPTIONS}), 0)
-
-
-def give_way(session: Path = _SESSION) -> bool:
-    """Raise the nice value of this thread, and of all threads that it starts later, by 10.
-
-    It then gets about a tenth of the processor time of a competing process with its former nice value. If this process
-    leads its session, the session gets the lower priority, too. See docs/decisions/0037-the-flusher-gives-way.md.
-
-    Returns:
-        False if the kernel refused to change the session, which makes the nice value ineffective. That is logged.
-    """
-    os.nice(NICER)
-    if os.getsid(0) != os.getpid() or not session.exists():
-        return True
-    try:
-        session.write_text(str(NICER))
-    except OSError as error:
-        _logger.warning(
-            "the flusher cannot lower its priority and competes with training for the processors: %s", error
-        )
-        return False
-    return True
 
 
 def _raise_limits() -> None:
