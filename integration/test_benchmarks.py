@@ -24,6 +24,7 @@ SMALLEST = {
     "codec.py": ["--only", "speed", "--rounds", "1"],
     "peers.py": ["--bytes", "32MiB", "--rounds", "1"],
     "growth_host.py": ["--largest", "100"],
+    "waits.py": ["--busy", "1", "--files", "3"],
     "page.py": ["--rounds", "1", "--saves", "1"],
     "upkeep.py": ["--chunks", "2000", "--scrub", "8MiB"],
     "replay.py": ["--params", "300k", "--steps", "3"],

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def main() -> None:
     given = arguments.parse_args()
     tempfile.tempdir = given.directory
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what it has started
     rows: dict[str, dict[str, float]] = {}
     for count in given.busy:
         rounds = [measured(count, given.files) for _ in range(given.rounds)]

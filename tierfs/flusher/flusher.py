@@ -185,6 +185,7 @@ class Flusher:
         with state.changed:
             for entry in state.entries:
                 state.entries.clear(entry)
+            state.nudged = True
             state.changed.notify_all()
 
     def is_idle(self) -> bool:
@@ -219,8 +220,7 @@ class Flusher:
     def _persist(self) -> None:
         state = self._state
         with state.changed:
-            if not state.nudged and not state.stopping:
-                state.changed.wait(SWEEP_S)
+            state.changed.wait_for(lambda: state.nudged or state.stopping, SWEEP_S)
             state.nudged = False
         if not state.stopping:
             self.scan.discover()
@@ -336,7 +336,7 @@ class Flusher:
         while True:
             now = state.clock.monotonic()
             left = None if deadline is None else deadline - now
-            if now >= look_at or (left is not None and left <= 0):
+            if is_look := now >= look_at or (left is not None and left <= 0):
                 waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
                 for entry in waiting:
                     self._raise_hopeless(entry, level)
@@ -348,7 +348,7 @@ class Flusher:
                 raise TimeoutError(self._describe(waiting, level))
             if state.stopping:
                 raise StoreError("the flusher is ending", transient=True)
-            pause_s = max(look_at - state.clock.monotonic(), 0) or SWEEP_S
+            pause_s = SWEEP_S if is_look else look_at - now
             state.changed.wait(pause_s if left is None else min(left, pause_s))
 
     def _raise_hopeless(self, entry: FlushItem, level: Level) -> None:
