@@ -39,8 +39,8 @@ from support.peer_hosts import PeerHost, bare, until
 
 import tierfs
 from tierfs import digest
-from tierfs.flusher.priority import NICER
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
+from tierfs.flusher.priority import NICER
 from tierfs.peers.settings import Identity
 from tierfs.peers.wire import accept, dial, listen
 from tierfs.units import parse_size
