@@ -265,6 +265,7 @@ def test_no_more_buffers_are_on_their_way_than_there_are_threads():
 
     sender = threading.Thread(target=send_all)
     sender.start()
+    until(lambda: going == 3)
     sender.join(0.2)
     assert sender.is_alive()  # the fourth transfer waits
     gate.set()
