@@ -45,7 +45,8 @@ def test_a_failed_draw_is_repeated_by_the_command_that_it_prints(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_draws.py").write_text(TESTS)
     paths = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": paths, "TIERFS_TEST_SEED": "5"}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("TIERFS_TEST")}
+    environment |= {"PYTHONPATH": paths, "TIERFS_TEST_SEED": "5"}
 
     def failed(*words, **environment):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *words]

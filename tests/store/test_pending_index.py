@@ -27,7 +27,7 @@ def pending(host, path):
 
 
 def test_a_draft_that_was_unreadable_once_is_found_later(make_host, monkeypatch):
-    host = make_host()
+    host = make_host(nvme=0)  # drafts stay in memory
     with host.held():
         put(host, "a", b"x" * 10)
         assert pending(host, "a") == 10

@@ -12,6 +12,7 @@ pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not in
 
 import torch.distributed as dist
 from support.training_lives import Lives
+from support.waiting import HANG_S
 
 from tierfs.train import Manager
 
@@ -35,7 +36,14 @@ def lives(processes):
 
 def ended(lives, root, directory, size, first=signal.SIGTERM, then=None, **settings):
     """Run a life, end its process groups, and return its exit codes and the facts of each rank."""
-    given = {"manager": MANAGER, "steps": 10_000, "loader": "workers", "pause_s": 0.01, **settings}
+    given = {
+        "manager": MANAGER,
+        "steps": 10_000,
+        "loader": "workers",
+        "pause_s": 0.01,
+        "grace": f"{HANG_S:g}s",
+        **settings,
+    }
     life = lives.start(size, directory, "life", root, given)
     life.wait_for_step(6)
     life.signal(first)
