@@ -19,6 +19,7 @@ from support.replay_cases import FEATURES, Training
 from support.replay_parts import ExtraState, Small, Teacher, TeacherBefore, Unreduced
 from support.waiting import HANG_S
 from tierfs.checkpoint.notes import logged_steps
+from tierfs.checkpoint.step_logs import open_log
 from tierfs.session import open_store, parse_url
 from tierfs.store import stat
 from tierfs.train import Manager, Replay
@@ -97,8 +98,9 @@ def second_life(rank: int, directory: Path, url: str, wrap: str, case: int) -> N
     begin(rank, directory, "second")
     losses, content = pickle.loads((directory / f"straight-{rank}").read_bytes())
     store, directory_of_run = open_store(parse_url(url))
-    files = [one for one in logged_steps(store, directory_of_run) if one.step == KILLED - 1]
-    lengths = {one.rank: stat(store, one.path(directory_of_run)).length for one in files}
+    log = open_log(store, directory_of_run)
+    files = [one for one in logged_steps(directory_of_run, log) if one.step == KILLED - 1]
+    lengths = {one.rank: stat(log, one.path(directory_of_run)).length for one in files}
     if wrap != "fsdp":  # one rank logs the gradients of both
         assert lengths[1] < lengths[0] - 1000
     resumed = training(wrap, case, rank)

@@ -13,12 +13,13 @@ from support.replay_cases import FEATURES, GROUP_AT, OPTIMIZERS, PAIRS, WAYS, Tr
 from support.torch_ranks import zygote
 
 from tierfs.checkpoint.notes import logged_steps
+from tierfs.checkpoint.step_logs import open_log, remove_files
 from tierfs.cli import main
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
-from tierfs.store import delete, level_of, load, stat, wait
+from tierfs.store import find, level_of, load, stat, wait
 from tierfs.store import save as write
 from tierfs.train import Every, Manager, Replay, TrainState
 
@@ -74,9 +75,16 @@ def trained(url, steps=STOPPED, **arguments):
     return log_of(url)
 
 
+def settle(url):
+    """Wait until the run's store has nothing pending, and return it."""
+    store, _ = open_store(parse_url(url))
+    wait(store, "", Level.OBJECT, 60)
+    return store
+
+
 def log_of(url):
     store, run = open_store(parse_url(url))
-    return [(store, one.path(run)) for one in logged_steps(store, run)]
+    return [(one.store, one.path(run)) for one in logged_steps(run, store, open_log(store, run))]
 
 
 def resume(url, training=None, **arguments):
@@ -92,7 +100,7 @@ def is_exact_at(training, step):
 
 def test_a_missing_file_stops_before_its_step(root):
     store, path = trained(root)[4]
-    delete(store, path)
+    remove_files(store, [path])
     restored, training = resume(root)
     assert (restored.step, restored.replayed) == (4, 4)
     assert "not every rank has the file of the step after 4" in restored.stopped
@@ -275,10 +283,11 @@ def test_published_files_are_made_again_and_removed(root, level):
     assert [path.rpartition("/")[2][:4] for _, path in log_of(root)] == ["5-6."]
 
 
-def test_the_log_stays_in_the_ram_tier(root):
-    store, path = trained(root, steps=5)[-1]
-    wait(store, "", Level.OBJECT, 60)
-    assert level_of(store, path) is Level.STAGED
+def test_the_log_stays_in_memory_of_its_own(root):
+    log, path = trained(root, steps=5)[-1]
+    store = settle(root)
+    assert level_of(log, path) is Level.STAGED
+    assert find(store, path.partition("/replay/")[0] + "/replay") == []
     restored, _ = resume(root)
     assert (restored.step, restored.level) == (4, "staged")
 
@@ -531,36 +540,58 @@ def test_commands_show_the_log(root, below, capsys):
     assert log_of(root) == []
 
 
+@pytest.mark.parametrize("gone", ["the log", "the run"])
+def test_a_log_that_is_removed_leaves_no_memory(root, gone, capsys):
+    trained(root)
+    url = root.removeprefix("tierfs::")
+    assert main(["rm", "-r", f"{url}/replay" if gone == "the log" else url]) == 0
+    assert log_of(root) == []
+    assert main(["status", url.removesuffix("/run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.partition("\n")[2])["ram_only_files"] == 0
+
+
+def test_a_killed_process_leaves_no_room_that_nothing_uses(root, tmp_path):
+    zygote.start(live, root, "after the copy", 6, str(tmp_path)).join()
+    store, run = open_store(parse_url(root))
+    usage = open_log(store, run).tiers.ram.usage()
+    assert len(log_of(root)) == 5
+    assert usage.used_bytes == usage.dirty_bytes > 0
+
+
 def test_rubbish_in_the_log_is_passed_over(root):
-    store, path = trained(root)[0]
-    write(store, path.replace("/0-1.", "/8-9."), b"rubbish")
-    write(store, path.replace("/0-1.", "/3-11."), b"rubbish")
-    write(store, f"{path}.old", b"rubbish")
+    _, path = trained(root)[0]
+    store, run = open_store(parse_url(root))
+    log = open_log(store, run, budget_bytes=64 << 20)
+    write(log, path.replace("/0-1.", "/8-9."), b"rubbish")
+    write(log, path.replace("/0-1.", "/3-11."), b"rubbish")
+    write(log, f"{path}.old", b"rubbish")
+    write(store, path.replace("/0-1.", "/7-9."), b"rubbish")
+    log.tiers.close()
     restored, training = resume(root)
     assert restored.step == 3
     assert "3-11" in restored.stopped
     assert is_exact_at(training, 3)
 
 
-def test_a_ram_tier_without_room_for_the_log_and_a_save_is_refused(root):
-    with (
-        manager(root, ring="96MiB") as run,
-        pytest.raises(InvalidInputError, match="and a full save of the ranks here"),
-    ):
-        train(run, Training(), range(2))
+def test_a_log_takes_no_room_of_the_ram_tier(root):
+    with manager(root, ring="96MiB") as run:
+        train(run, Training(), range(6))
+        store = settle(root)
+        assert store.tiers.ram.usage().dirty_bytes == 0
+        assert len(log_of(root)) == 5
 
 
 def test_the_log_of_a_killed_process_survives_the_flushers_sweeps(root, tmp_path):
     process = zygote.start(live, root, "after the file", 6, str(tmp_path))
     process.join()
-    store, path = log_of(root)[-1]
+    log, path = log_of(root)[-1]
     for _ in range(2):  # the second time, another flusher begins
-        wait(store, "", Level.OBJECT, 60)
+        store = settle(root)
         flusher = store.tiers.flusher.request("status", {}, timeout_s=30)["pid"]
         time.sleep(2.5)  # two of its sweeps
         os.kill(flusher, signal.SIGKILL)
     assert len(log_of(root)) == 6
-    assert load(store, path)
+    assert load(log, path)
     training = Training()
     training.state.extra = {"killing": Lived()}
     restored, _ = resume(root, training)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.checkpoint.notes import DAMAGED, DIRECTORY, METRICS, count_after, line_of, metrics_of, parse, read_lines
+from tierfs.checkpoint.step_logs import lengths_below, logs_of
 from tierfs.dcp.facts import Facts, read_announced_facts, read_facts
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
@@ -144,6 +145,9 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             ranks.setdefault(directory, set())
             if shard[1]:
                 shards.setdefault(directory, set()).add(int(shard[1]))
+    with logs_of(store) as in_memory:
+        for name in (name for log in in_memory for name in lengths_below(log, path)):
+            logs.setdefault(f"/{name}".rpartition(f"/{DIRECTORY}/")[0][1:], []).append(name)
     return [
         # If one metadata file describes all ranks, the files of single ranks do not matter.
         Candidate(
@@ -152,7 +156,7 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             tuple(announced.get(directory, ())),
             tuple(sorted(shards.get(directory, set()) - found)) if found and None not in found else (),
             listed.get(directory, {}),
-            count_after(parse(logs.get(above, ()), inside(above, DIRECTORY)), step_of(directory)),
+            count_after(parse(store, logs.get(above, ()), inside(above, DIRECTORY)), step_of(directory)),
         )
         for directory, found in sorted(ranks.items(), key=lambda item: natural_key(item[0]))
         for above in [directory.rpartition("/")[0]]

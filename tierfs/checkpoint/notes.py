@@ -18,14 +18,14 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierfs.checked_json import parse_object
+from tierfs.checkpoint.step_logs import logs_of, remove_files
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.keys import inside
-from tierfs.store import Store, delete, find
+from tierfs.store import Store, find
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.tree.listing import check_hidden
 from tierfs.store.tree.records import observe_to_read
@@ -182,6 +182,7 @@ class LoggedStep:
     """One file of the log.
 
     Attributes:
+        store: The log in memory, or the run's store, that has the file.
         chain: The name of its chain. Names sort by the time at which their chains began.
         after: The step that it follows.
         step: The training step that it leads to.
@@ -189,6 +190,7 @@ class LoggedStep:
         ranks: The number of ranks that logged the step.
     """
 
+    store: Store = field(compare=False, repr=False)
     chain: str
     after: int
     step: int
@@ -201,21 +203,29 @@ class LoggedStep:
         return inside(inside(inside(run, DIRECTORY), self.chain), name)
 
 
-def logged_steps(store: Store, run: str) -> list[LoggedStep]:
+def logged_steps(run: str, *places: Store) -> list[LoggedStep]:
     """Return the files of a run's log that this host sees, in the order of their chains and steps. Reads no file.
+
+    ``places`` are the run's store, and its log in memory.
 
     Raises:
         StoreError, ReadOnlyError: The object tier cannot be listed.
     """
     below = inside(run, DIRECTORY)
-    return parse((entry.path for entry in find(store, below, detail=False) if not entry.is_directory), below)
-
-
-def parse(paths: Iterable[str], below: str) -> list[LoggedStep]:
-    """Return the files of a log among paths. ``below`` is the directory of the log."""
-    matches = (_NAME.fullmatch(path[len(below) + 1 :]) for path in paths if path.startswith(f"{below}/"))
-    found = (LoggedStep(match[1], *map(int, match.groups()[1:])) for match in matches if match is not None)
+    found = [
+        one
+        for store in places
+        for one in parse(
+            store, (entry.path for entry in find(store, below, detail=False) if not entry.is_directory), below
+        )
+    ]
     return sorted(found, key=lambda one: (one.chain, one.after, one.rank))
+
+
+def parse(store: Store, paths: Iterable[str], below: str) -> list[LoggedStep]:
+    """Return the files of a log among paths of a store. ``below`` is the directory of the log."""
+    matches = (_NAME.fullmatch(path[len(below) + 1 :]) for path in paths if path.startswith(f"{below}/"))
+    return [LoggedStep(store, match[1], *map(int, match.groups()[1:])) for match in matches if match is not None]
 
 
 def count_after(logged: Collection[LoggedStep], step: int | None) -> int:
@@ -232,7 +242,11 @@ def count_after(logged: Collection[LoggedStep], step: int | None) -> int:
 
 def remove_logged(store: Store, run: str, until: float) -> None:
     """Remove the files that lead to a step of a run, or to an earlier one. Raises as `delete` does."""
-    for one in logged_steps(store, run):
-        if one.step <= until:
-            with suppress(NotFoundError):
-                delete(store, one.path(run))
+    with logs_of(store) as logs:
+        remove_steps(run, [one for one in logged_steps(run, store, *logs) if one.step <= until])
+
+
+def remove_steps(run: str, steps: Collection[LoggedStep]) -> None:
+    """Remove files of a run's log. Raises as `delete` does."""
+    for store in {id(one.store): one.store for one in steps}.values():
+        remove_files(store, [one.path(run) for one in steps if one.store is store])

@@ -32,7 +32,6 @@ class PendingScan:
         self._walk_at_s = float("-inf")
         # Unreadable drafts by write id: the path, the seq in the nvme tier or the slot, and the problem.
         self._lost: dict[bytes, tuple[str, int | Slot, TierfsError]] = {}
-        self._ram_only: dict[bytes, Draft] = {}  # drafts that stay where they are, by write id
 
     @property
     def unreadable(self) -> int:
@@ -102,7 +101,7 @@ class PendingScan:
         state, segment = self._state, slot.segment
         with state.changed:
             known = state.entries.get(slot.name)
-            if (known is not None and known.slot is not None) or slot.name in self._ram_only:
+            if known is not None and known.slot is not None:
                 return
         where = segment.meta(slot).decode(errors="replace")
         draft = Draft.in_slot(slot)
@@ -112,9 +111,6 @@ class PendingScan:
                 _logger.error("a draft cannot be read and stays where it is: %s", draft)
             return
         if draft is None:
-            return
-        if draft.is_ram_only:
-            self._ram_only[draft.write_id] = draft
             return
         with state.changed:
             known = state.entries.get(draft.write_id)
@@ -188,18 +184,15 @@ class PendingScan:
         # The owner may have sealed a draft right before it died. Look for it first.
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
-        with self._looking:
-            there = {slot.name for slot in state.ram.drafts()}
-            self._ram_only = {write_id: draft for write_id, draft in self._ram_only.items() if write_id in there}
         with state.changed:
             if self._lost or is_blind or state.ram.is_blind():
                 # An unreadable draft may need any of these chunks.
                 return {chunk.index for chunk in chunks}
-            drafts = [*self._ram_only.values(), *(entry.draft for entry in state.entries if entry.slot is not None)]
             named = {
                 reference
-                for draft in drafts
-                for reference in draft.slots
+                for entry in state.entries
+                if entry.slot is not None
+                for reference in entry.draft.slots
                 if reference is not None and reference.segment == segment.id
             }
             return {

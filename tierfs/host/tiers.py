@@ -174,7 +174,7 @@ class Tiers:
         """
         level = self.drafts.level(path)
         pending = self.drafts.pending(path) if self.remote is not None and Level.NONE < level < Level.PEER else None
-        if pending is not None and not pending.draft.is_ram_only and self.flusher.is_running():
+        if pending is not None and self.flusher.is_running():
             with contextlib.suppress(
                 TimeoutError, ConflictError
             ):  # it is not held elsewhere yet, or kept as a conflict

@@ -101,6 +101,7 @@ def status(store: Store) -> dict[str, Any]:
     report["unused_folders"] = [
         {"folder": folder, "bytes": size, "state_directory": state}
         for folder, size, state in unused_folders(tiers.ram.host.segments)
+        if not state.startswith(f"{tiers.ram.host.directory}/")  # memory of a log of steps
     ]
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
@@ -109,13 +110,9 @@ def status(store: Store) -> dict[str, Any]:
     device = read_notes(store)
     if device is not None:
         report["tiers"]["device"] = device
-    drafts = [item.draft for item in tiers.drafts.pending_below("", ram_only=True).values()]
-    for kind, some in (
-        ("ram_only", [one for one in drafts if one.is_ram_only]),
-        ("queue", [one for one in drafts if not one.is_ram_only]),
-    ):
-        report[f"{kind}_files"], report[f"{kind}_bytes"] = len(some), sum(draft.length for draft in some)
-    report["oldest_age_s"] = _oldest_age_s((one for one in drafts if not one.is_ram_only), store.clock.monotonic())
+    drafts = [item.draft for item in tiers.drafts.pending_below("").values()]
+    report["queue_files"], report["queue_bytes"] = len(drafts), sum(draft.length for draft in drafts)
+    report["oldest_age_s"] = _oldest_age_s(drafts, store.clock.monotonic())
     report["counters"] = _counted_by("process", dict(sorted(tiers.counters.items())))
     if tiers.flusher.is_running():
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from tierfs.checkpoint.step_logs import lengths_below, logs_of, remove_files
 from tierfs.cli.arguments import PLACE, command, progress_option, suggested
 from tierfs.cli.files.places import FilePlace, LocalPlace, StorePlace, any_place, kind_of, sent_bytes, store_place
 from tierfs.cli.files.targets import (
@@ -310,12 +311,25 @@ def _refuse_twice(paths: list[str], problem: str) -> None:
     SELECTION,
 )
 def run_rm(arguments: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as opened:
+        return _remove(arguments, opened)
+
+
+def _remove(arguments: argparse.Namespace, opened: contextlib.ExitStack) -> int:
     chosen = Selection(arguments.include, arguments.exclude)
     files: dict[tuple[str, str], tuple[Store, int]] = {}
     directories: list[tuple[Store, list[str]]] = []
+    in_memory: list[tuple[Store, dict[str, int]]] = []  # files of logs of steps, with their lengths
     for place in places_of(arguments.urls):
+        logs = opened.enter_context(logs_of(place.store)) if arguments.recursive and chosen.is_all else []
+        logged = [(log, lengths) for log in logs if (lengths := lengths_below(log, place.path))]
+        in_memory += logged
         try:
             entry = place.entry()
+        except NotFoundError:
+            if not logged:
+                raise
+            continue
         except CorruptionError:
             # The record cannot be read, but it can be deleted.
             files[place.store.url, place.path] = place.store, 0
@@ -334,8 +348,9 @@ def run_rm(arguments: argparse.Namespace) -> int:
         # A file and a directory may have the same name. Where files stay, so do the directories.
         if chosen.is_all and (entry.is_directory or any(one.path != place.path for one in below)):
             directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
+    logged_files = {(log.url, name): (log, length) for log, lengths in in_memory for name, length in lengths.items()}
     if arguments.dry_run:
-        return _print_deleted(arguments, files)
+        return _print_deleted(arguments, files | logged_files)
 
     def delete_one(name: tuple[str, str], _stop: threading.Event) -> None:
         store, _ = files[name]
@@ -347,7 +362,9 @@ def run_rm(arguments: argparse.Namespace) -> int:
         run_in_parallel(delete_one, list(files), progress)
         for store, paths in directories:
             remove_directories(store, [path for path in paths if path])
-    return _print_deleted(arguments, files)
+    for log, lengths in in_memory:
+        remove_files(log, lengths)
+    return _print_deleted(arguments, files | logged_files)
 
 
 def _print_deleted(arguments: argparse.Namespace, files: dict[tuple[str, str], tuple[Store, int]]) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tierfs.checkpoint.step_logs import lengths_below, logs_of
 from tierfs.cli.arguments import URL, command, suggested
 from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.files.places import store_place
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store, arguments.watch)
         return 0
-    report = status(store)
+    report = _here(store)
     report |= condition(store)
     if arguments.json:
         print_json(report)
@@ -73,6 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(table(report, UploadRate().sample(report, time.monotonic()))))
     return StoreError.exit_code if store.tiers is None and report["errors"] else 0
+
+
+def _here(store: Store) -> dict[str, Any]:
+    """Return `tierfs.store.status`, and how much the logs of steps in memory hold."""
+    with logs_of(store) as logs:
+        lengths = [length for log in logs for length in lengths_below(log).values()]
+    return status(store) | {"ram_only_files": len(lengths), "ram_only_bytes": sum(lengths)}
 
 
 def _seconds(text: str) -> float:
@@ -89,7 +97,7 @@ def _watch(store: Store, interval_s: float) -> None:
     rate = UploadRate()
     with _painting() as paint:
         while True:
-            report = status(store)
+            report = _here(store)
             paint(report, rate.sample(report, time.monotonic()))
             time.sleep(interval_s)
 
@@ -149,7 +157,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
-    if report.get("ram_only_files"):
+    if report["ram_only_files"]:
         facts.append(
             (
                 "in ram only",

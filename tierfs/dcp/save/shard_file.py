@@ -51,7 +51,7 @@ class ShardFile:
 
     def __init__(self, store: Store, gpu: GpuStaging, *, waits: bool = True) -> None:
         self.gpu = gpu
-        self._waits = waits
+        self.waits = waits
         self.is_over = False
         self.transfers: list[tuple[Transfer, list[Run]]] = []
         self.store = store
@@ -226,7 +226,7 @@ class ShardFile:
         Raises:
             CapacityError: There is no room.
         """
-        waits = wait and self._waits
+        waits = wait and self.waits
         used = sum(len(run.view) for run in self.runs)
         share = None if self._share is None or not waits else max(self._share - used, 0)
         begun = self._file.add_runs(runs, wait=waits, share_bytes=share)

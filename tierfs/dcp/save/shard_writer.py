@@ -101,13 +101,11 @@ def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
     ]
 
 
-def commit_shard(
-    file: ShardFile, path: str, wanted: Sequence[Place], *, log_level: Level | None = None
-) -> tuple[int, list[int]]:
+def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place], *, is_log: bool = False) -> tuple[int, list[int]]:
     """Publish a shard file under a name. Runs that hold no wanted part are left out.
 
     Afterwards the file is over, even if this fails. The path is relative to the file's store, and new. The file is a part
-    of a checkpoint; or with ``log_level`` one of a log, on its way to this level. For ``staged`` the ram tier holds it.
+    of a checkpoint, at the store's level on return; or with ``is_log`` one of a log, which is staged then.
 
     Returns:
         The file's length, and the offset of each wanted part in the file; both in bytes.
@@ -122,10 +120,9 @@ def commit_shard(
     runs = [run for run in file.runs if id(run) in needed]
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
-    ram_only = log_level is Level.STAGED
     # A thread costs more than hashing a few MiB.
     few = 1 if sum(len(run.view) for run in runs) < CHUNK_BYTES else None
-    memory.seal(runs, threads_max=BESIDE_TRAINING if file.transfers else few, ram_only=ram_only)
+    memory.seal(runs, threads_max=BESIDE_TRAINING if file.transfers else few)
     used = {id(run) for run, _ in wanted}
     file.check_arrived([run for run in file.runs if id(run) in used])
     other = _seen_otherwise(places)
@@ -140,12 +137,12 @@ def commit_shard(
         end += len(run.view)
     entries += [entry._replace(at=end) for run, entry in places if run is None]
     head = header(entries)
-    (first,) = memory.add_runs([cut(len(head))], wait=not ram_only)
+    (first,) = memory.add_runs([cut(len(head))], wait=file.waits)
     first.view[:] = head
-    memory.seal([first], ram_only=ram_only)
-    level, metadata = (None, part_of(file.store)) if log_level is None else (Level.STAGED, None)
+    memory.seal([first])
+    level, metadata = (Level.STAGED, None) if is_log else (None, part_of(file.store))
     parts = [first, *runs]
-    memory.commit(path, parts, level=level, metadata=metadata, is_new=True, ram_only=ram_only)
+    memory.commit(path, parts, level=level, metadata=metadata, is_new=True)
     return len(head) + end, [len(head) + begins.get(id(run), end) + entry.at for run, entry in places]
 
 

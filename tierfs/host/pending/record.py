@@ -78,7 +78,6 @@ class Draft:
             it removes its source.
         boot: The boot id at the time the file was closed.
         stamp_ns: When the file was closed, on the monotonic clock of that boot. Drafts are published in this order.
-        is_ram_only: Whether the flusher leaves the draft in the ram tier, until `PendingDrafts.drop_ram_only`.
     """
 
     path: str
@@ -88,7 +87,6 @@ class Draft:
     after: bytes | None = None
     boot: str = ""
     stamp_ns: int = 0
-    is_ram_only: bool = False
 
     @property
     def write_id(self) -> bytes:
@@ -129,7 +127,7 @@ class Draft:
         if self.base.is_tombstone:
             base["is_tombstone"] = True
         after = self.after.hex() if self.after is not None else ""
-        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns, **({"is_ram_only": True} if self.is_ram_only else {})}
+        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns}
         head = json.dumps({"path": self.path, "base": base, "after": after, **closed}).encode()
         record = self.record.encode(self.path)
         out = bytearray(_HEAD.pack(_MAGIC, DRAFT_VERSION, 0, len(head), len(record), len(self.slots)))
@@ -201,8 +199,7 @@ class Draft:
         for number in range(slot_count):
             segment, index, serial = _SLOT.unpack_from(view, at + number * _SLOT.size)
             slots.append(None if (segment, index, serial) == _NO_SLOT else SlotRef(segment.hex(), index, serial))
-        is_ram_only = head.get("is_ram_only") is True
-        return cls(path, record, base, tuple(slots), after, boot, stamp_ns, is_ram_only)
+        return cls(path, record, base, tuple(slots), after, boot, stamp_ns)
 
 
 def discard_advice(path: str) -> str:

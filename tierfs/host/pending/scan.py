@@ -11,14 +11,13 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.clock import SystemClock, boot_id
 from tierfs.errors import CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.format.keys import is_at_or_below
-from tierfs.host.chunk_sources import slot_at
 from tierfs.host.events import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.batch import StoredDraft
@@ -263,13 +262,12 @@ class PendingDrafts:
         pending = self.pending(path)
         return Level.OBJECT if pending is None else pending.level
 
-    def pending_below(self, path: str, *, ram_only: bool = False) -> dict[str, Pending]:
+    def pending_below(self, path: str) -> dict[str, Pending]:
         """Return the newest draft of each path at or below ``path``; of all paths for ``""``.
 
-        Drafts that cannot be decoded are skipped and logged. Those of the ram tier alone are skipped unless they are
-        asked for.
+        Drafts that cannot be decoded are skipped and logged.
         """
-        staged = [draft for draft in self._by_path.below(path) if ram_only or not draft.is_ram_only]
+        staged = list(self._by_path.below(path))
         stored = self._nvme.drafts_below(path)
         readable = [(item.path, self._decoded.readable(item)) for item in stored]
         found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
@@ -297,7 +295,7 @@ class PendingDrafts:
             return False
         damaged: list[str] = []
         staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
-        if any(is_at_or_below(draft.path, path) and not draft.is_ram_only for draft in staged) or damaged:
+        if any(is_at_or_below(draft.path, path) for draft in staged) or damaged:
             return False
         return not self._nvme.drafts_below(path, conflicts=True)
 
@@ -323,22 +321,7 @@ class PendingDrafts:
         """
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
-        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None and not draft.is_ram_only]
-
-    def drop_ram_only(self, write_ids: Collection[bytes]) -> None:
-        """Free drafts of the ram tier alone, of any process, and their chunks.
-
-        The drafts go first, so that no reader sees one without chunks.
-        """
-        for slot in self._ram.drafts() if write_ids else ():
-            draft = self._decoded.in_slot(slot) if slot.name in write_ids else None
-            if draft is not None and draft.is_ram_only:
-                chunks = [slot_at(self._ram, reference) for reference in draft.slots if reference is not None]
-                for each in [slot, *filter(None, chunks)]:
-                    if each.segment.owned:
-                        each.segment.give(each)
-                    else:
-                        each.segment.mark(each, SlotState.CLEAN)
+        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
 
     def _is_newer(self, draft: Draft, other: Draft) -> bool:
         """Return whether a draft in a slab was closed after a draft in the nvme tier.

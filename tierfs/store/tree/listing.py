@@ -325,9 +325,7 @@ def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
     """
     if store.tiers is None:
         return {}
-    records = {
-        name: pending.draft.record for name, pending in store.tiers.drafts.pending_below(path, ram_only=True).items()
-    }
+    records = {name: pending.draft.record for name, pending in store.tiers.drafts.pending_below(path).items()}
     return {name: record if isinstance(record, Manifest) else None for name, record in records.items()}
 
 

@@ -129,10 +129,10 @@ class StagedFile:
         """Return the segments that hold the runs. Empty if the memory is private."""
         return {slot.segment for slot in self._taken}
 
-    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None, ram_only: bool = False) -> None:
+    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
         """Hash and seal the chunks of these runs, on one thread per processor or on at most ``threads_max``.
 
-        The flusher may write the chunks to the nvme tier from now on, unless they are ``ram_only``.
+        The flusher may write the chunks to the nvme tier from now on.
 
         Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on the chunks
         before it.
@@ -142,9 +142,6 @@ class StagedFile:
         if not self._finalizer.alive:
             raise self._gone(self._store.where(""))
         waiting = [(run, at) for run in runs for at, row in enumerate(run._rows) if row is None]
-        if ram_only:
-            processors().share_out(self._seal_chunk, waiting, threads_max=threads_max)
-            return
         # Not earlier: training waits for the copy into the runs, but not for this.
         self._writer.expect()
         ahead = self._writer.ahead()
@@ -166,14 +163,13 @@ class StagedFile:
 
         return list(transfers().map(put, range(len(views))))
 
-    def _seal_chunk(self, chunk: tuple[Run, int], ahead: Ahead | None = None) -> None:
+    def _seal_chunk(self, chunk: tuple[Run, int], ahead: Ahead) -> None:
         assert self._writer is not None
         run, at = chunk
         run._buffers[at].accept()
         slot = self._writer.seal_chunk(run._buffers[at])
         run._slots[at], run._rows[at] = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
-        if ahead is not None:
-            ahead.add(slot)
+        ahead.add(slot)
 
     def _gone(self, what: str) -> StoreError:
         return StoreError(f"{what}: the staged data was already saved or discarded: stage it again")
@@ -186,7 +182,6 @@ class StagedFile:
         level: Level | None = None,
         metadata: Mapping[str, object] | None = None,
         is_new: bool = False,
-        ram_only: bool = False,
     ) -> Manifest:
         """Publish these runs, in this order, as the file at ``path``. Release the memory of all other runs.
 
@@ -210,9 +205,7 @@ class StagedFile:
                 rows = [row for run in runs for row in run._rows if row is not None]
             assert len(rows) == len(slots), "not sealed"
             staged = self._writer is not None
-            writer = Writer(
-                self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new, ram_only=ram_only
-            )
+            writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
             writer.adopt(rows, slots)
             return writer.commit()
         finally:

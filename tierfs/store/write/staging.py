@@ -161,7 +161,6 @@ def seal(
     *,
     slots: Sequence[SlotRef | None] = (),
     after: bytes | None = None,
-    ram_only: bool = False,
 ) -> None:
     """Seal a change of the observed version. From then on it is pending, and this host sees it.
 
@@ -169,7 +168,6 @@ def seal(
         observed: The version that the change replaces.
         slots: For each row of a manifest, the slot that holds the chunk for this change. None for a chunk elsewhere.
         after: Write id of a draft that must be published first. None if there is none.
-        ram_only: Whether the change stays in the ram tier until it is deleted.
 
     Raises:
         ConflictError: Another process or thread of this host changed the path since. Nothing is pending.
@@ -182,7 +180,7 @@ def seal(
     rows = record.rows if isinstance(record, Manifest) else ()
     version = observed.version if observed.draft is None else None
     base = ObservedBase(version, observed.draft or observed.write_id, observed.is_tombstone)
-    draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after, is_ram_only=ram_only)
+    draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
     store.before_change()
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
@@ -319,10 +317,6 @@ def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> byt
         The write id of the tombstone if it is pending; ``None`` if it is published.
     """
     assert observed.version is not None or observed.draft is not None
-    pending = store.tiers.drafts.pending(observed.path) if store.tiers is not None and observed.draft else None
-    if store.tiers is not None and pending is not None and pending.draft.is_ram_only:
-        store.tiers.drafts.drop_ram_only({pending.draft.write_id})
-        return None
     tombstone = Tombstone(store.new_write_id(), store.clock.now_ns())
     replace(store, observed, tombstone, staged=after is not None, after=after)
     return None if observed.draft is None and after is None else tombstone.write_id

@@ -83,7 +83,6 @@ class Writer:
         is_new: The path has no record, because it was drawn at random or was observed before. It is not observed again.
             If it has a record after all, the commit is a conflict.
         keep: In `WriteMode.APPEND`, how many bytes of the existing file to keep. By default all.
-        ram_only: Keep the file in the ram tier alone, until it is deleted. For a new path, and chunks that are adopted.
 
     Attributes:
         metadata: As given. May be changed until `commit`.
@@ -108,10 +107,8 @@ class Writer:
         staged: bool = False,
         is_new: bool = False,
         keep: int | None = None,
-        ram_only: bool = False,
     ) -> None:
         self._store = store
-        self._ram_only = ram_only
         self._mode = mode
         self._level = store.ack if level is None else level
         self._staged = staged or is_staged(store, path, self._level)
@@ -246,7 +243,7 @@ class Writer:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
                 self._state = _WriterState.SEALING
-                seal(self._store, self._observed, manifest, slots=slots, ram_only=self._ram_only)
+                seal(self._store, self._observed, manifest, slots=slots)
         except BaseException as error:
             self.abort()
             if isinstance(error, ConflictError):
@@ -254,8 +251,7 @@ class Writer:
             raise
         if self._staged:
             self.published, self._state = manifest, _WriterState.DONE
-            if not self._ram_only:
-                follow(self._store, manifest, self.path, self._level)
+            follow(self._store, manifest, self.path, self._level)
             return manifest
         self._state = _WriterState.CLOSED
         try:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tierfs.checkpoint.notes import LoggedStep, logged_steps
+from tierfs.checkpoint.notes import LoggedStep
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
-from tierfs.store import Store, level_of
+from tierfs.store import level_of
 from tierfs.train.optimizers import parameters_of
 from tierfs.train.proof import DIFFERENT, SAME, UNKNOWN, PartCheck, Prover, ResumeReport
 from tierfs.train.replay.logged_file import LoggedFile, StepFacts
@@ -65,9 +65,9 @@ class StepsAgain:
         Raises:
             NotFoundError: The log does not lead to ``until``. The state is at an earlier step.
         """
+        _, run = self._run.open()
         base, gather = self._base, partial(self._world.gather, group=self._world.training)
-        store, run = self._run.open()
-        own = [one for one in logged_steps(store, run) if one.rank == self._world.rank]
+        own = [one for one in self._recorder.logged() if one.rank == self._world.rank]
         note = self._run.checkpoint(base.step).note
         ids = {f"save:{note.save_id if note is not None else ''}"}
         if base.about is not None and CHAIN in base.about.state:
@@ -80,7 +80,7 @@ class StepsAgain:
         steps, stopped, notes = list[LoggedFile](), "", list[str]()
         ahead = [one for one in own if base.step < one.step and (until is None or one.step <= until)]
         if is_whole:
-            steps, stopped = self._plan(store, run, ahead, ids)
+            steps, stopped = self._plan(ahead, ids)
             steps, stopped, notes = self._make_proven(steps, stopped)
         elif ahead:
             stopped = "the checkpoint itself is not restored exactly"
@@ -88,18 +88,19 @@ class StepsAgain:
             self.metrics += each.facts.metrics.items()
             parent, self._frozen = each.logged.chain, each.facts.frozen
         at = steps[-1].logged.step if steps else base.step
-        kept = [(each.logged.step, each.logged.path(run), each.length) for each in steps]
-        paths = {path for _, path, _ in kept}
+        kept = [each.logged for each in steps]
         if is_whole:
-            left = [path for one in own if (path := one.path(run)) not in paths]
-            self._recorder.restored(at, self._parts.state, parent, kept, left)
+            left = [one for one in own if one not in kept]
+            lengths = [(each.logged, each.length) for each in steps]
+            self._recorder.restored(at, self._parts.state, parent, lengths, left)
         if until not in {None, at}:
             why = stopped or f"no file of the log ends at step {until}"
             raise NotFoundError(f"{self._run.url}: step {until} cannot be restored: after step {at}: {why}")
         if stopped and self._world.is_first:
             _logger.warning("%s: %d files were made again, up to step %d: %s", self._run.url, len(steps), at, stopped)
         level = min(
-            Level.parse(base.level), *gather(min((level_of(store, path) for path in paths), default=Level.OBJECT))
+            Level.parse(base.level),
+            *gather(min((level_of(one.store, one.path(run)) for one in kept), default=Level.OBJECT)),
         )
         everyones = dict.fromkeys(note for told in gather(notes) for note in told)
         notes = [*(lasting if steps else base.notes), *everyones]
@@ -136,20 +137,21 @@ class StepsAgain:
             {**self._parts.others()[0], **self._parts.values(has_loaders=False)}
         )
 
-    def _plan(self, store: Store, run: str, own: Sequence[LoggedStep], ids: set[str]) -> tuple[list[LoggedFile], str]:
+    def _plan(self, own: Sequence[LoggedStep], ids: set[str]) -> tuple[list[LoggedFile], str]:
         """Return the files after the checkpoint that all ranks have, in order, and why they stop; empty if none follows.
 
         ``own`` are those that this rank may use. ``ids`` names the chain and the save that the state belongs to.
         """
-        mine: dict[LoggedStep, LoggedFile] = {}
+        mine: dict[tuple[str, int, int], LoggedFile] = {}
         told: dict[tuple[str, int, int], tuple[str, str]] = {}
         step, size, build = self._base.step, self._world.size, self._parts.build()
+        _, run = self._run.open()
         for one in own:
             if one.ranks != size:
                 continue
             key, parent, why = (one.chain, one.after, one.step), "", ""
             try:
-                file = mine[one] = LoggedFile(store, run, one)
+                file = mine[key] = LoggedFile(run, one)
                 parent = file.facts.parent if file.facts.base == one.after else ""
                 why = _doubt(file.facts, build, self._parts)
             except _UNREADABLE as error:
@@ -172,9 +174,8 @@ class StepsAgain:
             why = next((each[key][1] for each in everyones if each[key][1]), "")
             if why:
                 return found, f"step {key[2]}: {why}"
-            chain, after, step = key
-            ids = {chain}
-            found.append(mine[LoggedStep(chain, after, step, self._world.rank, size)])
+            ids, step = {key[0]}, key[2]
+            found.append(mine[key])
 
     def _make_proven(self, steps: list[LoggedFile], stopped: str) -> tuple[list[LoggedFile], str, list[str]]:
         """Make the planned steps, or those up to the last proven one. Return them, why they stop, and notes."""

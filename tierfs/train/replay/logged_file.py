@@ -20,8 +20,7 @@ from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import commit_shard
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, in_torch, tensor_in
 from tierfs.errors import FormatError, InvalidInputError
-from tierfs.host.pending.levels import Level
-from tierfs.store import Store, open_entry, stat_to_read
+from tierfs.store import open_entry, stat_to_read
 from tierfs.train.optimizers import parameters_of
 from tierfs.train.replay.parts import REST, local
 from tierfs.train.values import pack, unpack
@@ -111,7 +110,7 @@ class StepFacts:
         return [self.structure, *([event[name] for name in names] for event in self.events)]
 
 
-def commit_log(file: ShardFile, path: str, facts: StepFacts, level: Level) -> int:
+def commit_log(file: ShardFile, path: str, facts: StepFacts) -> int:
     """Publish a file of the log, which holds its tensors already, on this host. Return its length in bytes.
 
     Raises `CapacityError` if there is no room, and as `Writer.commit` does.
@@ -120,7 +119,7 @@ def commit_log(file: ShardFile, path: str, facts: StepFacts, level: Level) -> in
     file.add_objects([(FACTS, memoryview(text))])
     file.wait_filled()
     places = [(run, entry) for run in file.runs for entry in run.entries]
-    return commit_shard(file, path, places, log_level=level)[0]
+    return commit_shard(file, path, places, is_log=True)[0]
 
 
 class LoggedFile:
@@ -135,10 +134,10 @@ class LoggedFile:
         NotFoundError, CorruptionError, FormatError: It cannot be read, or a newer tierfs wrote it.
     """
 
-    def __init__(self, store: Store, run: str, logged: LoggedStep) -> None:
+    def __init__(self, run: str, logged: LoggedStep) -> None:
         self.logged = logged
-        self._other = partial(LoggedFile, store, run)
-        path = logged.path(run)
+        self._other = partial(LoggedFile, run)
+        store, path = logged.store, logged.path(run)
         self._reader = open_entry(store, stat_to_read(store, path))
         self._where, self.length = store.where(path), self._reader.length
         self._table, self._begin = read_table(self._reader.read_into, self.length, self._where)

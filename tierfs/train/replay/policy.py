@@ -46,13 +46,12 @@ class StepLog:
 class Replay:
     """Logs what the optimizer gets at each step, so that a restore makes the steps after the last full save again.
 
-    The files stay in the ram tier, and are removed once a later full save is complete. It asks for a full save if there
+    The files stay in memory, and are removed once a later full save is complete. It asks for a full save if there
     is none to begin from, and when the log has no room. A restore stops at the last step that is certainly exact.
 
     Args:
         every: Steps in one file of the log. A killed process loses the steps that have no file yet.
-        ring: The most bytes of the log of each rank, such as ``"8GiB"``. The ram tier must have room for the logs of
-            all ranks of the host, and for a full save.
+        ring: The most bytes of the log of each rank, such as ``"8GiB"``. In memory, the log has this beside the ram tier.
         prove_every: Each file with a step that is a multiple of this has a digest of the state after it, which the
             restore compares.
         level: ``"staged"``: files stay in shared memory, which outlives the processes but not the host. ``"local"``,

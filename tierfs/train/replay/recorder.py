@@ -1,6 +1,6 @@
 """`Recorder`: logs what the optimizers get at each step, and keeps the log within its budget.
 
-Hooks around ``optimizer.step`` copy the gradients into memory of the ram tier, as they are after reduction, accumulation,
+Hooks around ``optimizer.step`` copy the gradients into memory of the log, as they are after reduction, accumulation,
 unscaling and clipping. `made_step`, at the end of a training step, adds the other values and publishes the file.
 
 Invariants:
@@ -21,21 +21,22 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from tierfs.checkpoint.notes import LoggedStep, logged_steps
+from tierfs.checkpoint.notes import LoggedStep, logged_steps, remove_steps
+from tierfs.checkpoint.step_logs import open_log
 from tierfs.clock import boot_id
 from tierfs.dcp.save.fill import copy_in
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.digest import checksum
-from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import CapacityError, InvalidInputError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.session.settings import ranks_here
-from tierfs.store import Store, delete
+from tierfs.store import Store
 from tierfs.train.agree import World
 from tierfs.train.handle import SaveHandle
 from tierfs.train.optimizers import parameters_of
@@ -54,6 +55,8 @@ SHORT_CHAINS_MAX = 3
 HELD_MAX = 16
 """A chain ends after this many steps in a row that leave gradients unused, although an optimizer made a step."""
 LOOK_EVERY_S = 1.0
+BESIDE_BYTES = 128 << 20
+"""Memory of the log beyond its rings: for the file that a full ring refuses, and room between files."""
 STEPS_A_TURN = 8
 """Samples of the weights take other places after this many steps, because choosing places costs more than a sample."""
 _AMP = ("grad_scale", "found_inf")
@@ -91,15 +94,29 @@ class Recorder(StepLog):
         self._file: ShardFile | None = None
         self._events: list[dict[str, Any]] = []
         self._metrics: dict[int, dict[str, float]] = {}
-        self._files: deque[tuple[int, str, int]] = deque()  # step, path and bytes
-        self._left: list[str] = []
+        self._files: deque[tuple[LoggedStep, int]] = deque()  # each with its length in bytes
+        self._left: list[LoggedStep] = []
+        self._memory: Store | None = None
         self._saves: deque[SaveHandle] = deque(maxlen=16)
         self._looked_s = 0.0
         policy.recorder = self
 
     @property
     def _used(self) -> int:
-        return sum(length for _, _, length in self._files)
+        return sum(length for _, length in self._files)
+
+    @property
+    def memory(self) -> Store:
+        """The run's log in shared memory. A log of a higher level is in the run's store."""
+        if self._memory is None:
+            budget_bytes = ranks_here() * self.policy.ring_bytes + BESIDE_BYTES
+            self._memory = open_log(*self.run.open(), budget_bytes=budget_bytes)
+        return self._memory
+
+    def logged(self) -> list[LoggedStep]:
+        """Return the files of the run's log. Raises as `logged_steps` does."""
+        store, run = self.run.open()
+        return logged_steps(run, store, self.memory)
 
     def made_step(self, step: int, state: TrainState | DictState, metrics: Mapping[str, Any]) -> None:
         """Publish the file of a finished step, or of several. Remove files that a full save has made useless.
@@ -154,11 +171,11 @@ class Recorder(StepLog):
                 metrics=self._metrics,
             )
             self._check_room(file)
-            store, run = self.run.open()
-            self._remove(store, self._left)
+            _, run = self.run.open()
+            remove_steps(run, self._left)
             self._left = []
-            path = LoggedStep(self.chain, self._at, step, self.world.rank, self.world.size).path(run)
-            length = commit_log(file, path, facts, self._level)
+            logged = LoggedStep(file.store, self.chain, self._at, step, self.world.rank, self.world.size)
+            length = commit_log(file, logged.path(run), facts)
         except InvalidInputError:
             self._end("")
             raise
@@ -166,7 +183,7 @@ class Recorder(StepLog):
             self._end(str(error))
             return
         self._file, self._events, self._metrics = None, [], {}
-        self._files.append((step, path, length))
+        self._files.append((logged, length))
         self._at, self._short = step, 0
 
     def _check_room(self, file: ShardFile) -> None:
@@ -176,15 +193,7 @@ class Recorder(StepLog):
     def _open_file(self) -> ShardFile:
         if self._file is None:
             store, _ = self.run.open(write=True)
-            assert self._parts is not None
-            needed = ranks_here() * (self.policy.ring_bytes // len(self._same) + self._parts.nbytes())
-            has = 0 if store.tiers is None else store.tiers.ram.budget_bytes
-            if has < needed:  # otherwise a full save would wait for room that the log never gives
-                raise InvalidInputError(
-                    f"Replay(ring={self.policy.ring!r}) and a full save of the ranks here need {format_bytes(needed)} in the "
-                    f"ram tier, which has {format_bytes(has)}: lower ring=, or raise ram= (TIERFS_RAM)"
-                )
-            self._file = ShardFile(store, self._gpu, waits=False)
+            self._file = ShardFile(store if self._level > Level.STAGED else self.memory, self._gpu, waits=False)
         return self._file
 
     def _bind(self, state: TrainState | DictState) -> None:
@@ -329,13 +338,13 @@ class Recorder(StepLog):
         step: int,
         state: TrainState | DictState,
         parent: str,
-        kept: Sequence[tuple[int, str, int]],
-        left: list[str],
+        kept: Sequence[tuple[LoggedStep, int]],
+        left: list[LoggedStep],
     ) -> None:
         """Begin a chain at a restored step, whose state belongs to the chain or save ``parent``.
 
-        ``kept`` are the step, path and bytes of this rank's files that lead to the step, ``left`` the paths of its other
-        files, which the run leaves behind. They are removed before the next file is published.
+        ``kept`` are this rank's files that lead to the step, with their lengths in bytes, ``left`` its other files,
+        which the run leaves behind. They are removed before the next file is published.
         """
         self._is_off, self._short, self._others = False, 0, Others()
         self._files, self._left = deque(kept), left
@@ -358,6 +367,9 @@ class Recorder(StepLog):
         self._end("")
         self._hooks.close()
         self._is_off = True
+        if self._memory is not None and self._memory.tiers is not None:
+            self._memory.tiers.close()
+            self._memory = None
 
     def _release(self) -> None:
         """Remove the files that lead to the step of a complete full save, or to an earlier one."""
@@ -370,19 +382,12 @@ class Recorder(StepLog):
             done = [each for each in done if Level.parse(each.level) >= self._level]
         if not done:
             return
-        newest, (store, run) = max(each.step for each in done), self.run.open()
+        newest, (_, run) = max(each.step for each in done), self.run.open()
         if not self._is_clean:  # files of earlier processes, which no restore needs any more
             rank, size = self.world.rank, self.world.size
-            mine = (one for one in logged_steps(store, run) if one.rank == rank or (one.rank >= size and rank == 0))
-            self._remove(store, [one.path(run) for one in mine if not one.chain.startswith(self._session)])
+            mine = (one for one in self.logged() if one.rank == rank or (one.rank >= size and rank == 0))
+            remove_steps(run, [one for one in mine if not one.chain.startswith(self._session)])
             self._is_clean = True
-        while self._files and self._files[0][0] <= newest:
-            self._remove(store, [self._files[0][1]])
-            self._files.popleft()
+        remove_steps(run, [one for one, _ in self._files if one.step <= newest])
+        self._files = deque(each for each in self._files if each[0].step > newest)
         self._saves = deque((each for each in self._saves if each.step > newest), maxlen=self._saves.maxlen)
-
-    @staticmethod
-    def _remove(store: Store, paths: Sequence[str]) -> None:
-        for path in paths:
-            with suppress(NotFoundError):
-                delete(store, path)
