@@ -119,7 +119,7 @@ def test_a_plan_of_the_last_save_does_not_outlive_a_change(gpu, url, change):
 
 def test_a_tensor_on_another_device_needs_another_plan(gpu):
     state = state_with_changes(gpu.own)
-    plan = StatePlan.of(state, {})
+    plan, _ = StatePlan.of(state, {})
     assert plan.values_of(state, {}) is not None
     state["matrix"] = torch.randn(6, 8).t()
     assert plan.values_of(state, {}) is None

@@ -6,28 +6,20 @@ import contextlib
 import copy
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.fill import begin_tensors, copy_in
+from tierfs.dcp.save.fill import begin_tensors
 from tierfs.dcp.save.saves import Save, StagedState
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.state_plan import StatePlan
+from tierfs.dcp.save.state_plan import StatePlan, collect_tensors, local_parts
 from tierfs.dcp.tensorbytes import (
-    PLAIN_TYPES,
     has_no_copy,
-    holds_shards,
-    mark_shards,
-    problem_of,
     refuse_unusual,
     refused,
-    shards_of,
 )
 from tierfs.errors import InvalidInputError
 
@@ -62,53 +54,50 @@ def stage(
     """
     delegated = save.taken if save is not None else {}
     values = known.values_of(state_dict, delegated) if known is not None else None
-    if values is None:
-        known = StatePlan.of(state_dict, delegated)
-        values = known.values_of(state_dict, delegated) if known is not None else None
-    if known is not None and values is not None and (others := _copies_of(values.others)) is not None:
-        later = begin_tensors(file, known.layout, values.parts, values.addresses, at_once=False)
-        state = StagedState(partial(known.build, others=others), known.keys, save, later, known)
-        later.begin()  # last: Python on two threads is slower than on one
-        return state, known
-    return _staged_by_value(state_dict, file, save), None
+    if known is None or values is None:
+        known, values = StatePlan.of(state_dict, delegated)
+    others = None if known.has_inner else _copies_of(known.others, values.others, {})
+    later = begin_tensors(file, known.layout, values.parts, values.addresses, at_once=False)
+    if others is None:  # what has tensors in it needs them to be copied
+        later.begin()
+        tensors = known.tensors(later.result(), values.tensors)
+        others = _copies_of(known.others, values.others, dict(zip(map(id, values.tensors), tensors, strict=True)))
+    originals = () if known.is_plain else values.tensors  # otherwise they would be kept until the state is read
+    lasting = known if known.is_lasting else None
+    make = partial(_built, known, originals, others)
+    state = StagedState(make, known.keys, save, later, lasting)
+    later.begin()  # last: Python on two threads is slower than on one
+    return state, lasting
 
 
-def _copies_of(values: Sequence[Any]) -> Sequence[Any] | None:
-    """Return copies of values that are no tensors; ``None`` if one of them cannot be copied."""
-    odd = [value for value in values if type(value) not in _ATOMS]
-    if not odd:
-        return values
-    try:
-        objects: dict[int, Any] = {}
-        _collect(None, odd, {}, objects)
-        memo = _copied_by_pickle(objects)
-        copies = iter(copy.deepcopy(odd, memo))
-    except Exception:  # noqa: BLE001 - copying may raise anything; staging by value tells which one it is
-        return None
-    return [value if type(value) in _ATOMS else next(copies) for value in values]
+def _built(
+    plan: StatePlan, originals: Sequence[Any], others: Sequence[Any], views: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    return plan.build(plan.tensors(views, originals), others)
 
 
-def _staged_by_value(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None) -> StagedState:
-    """Stage a state that no plan describes: see `stage`. It copies the tensors that other ranks save, too."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    objects: dict[int, Any] = {}
-    _collect(None, state_dict, named, objects)
-    memo = _copied_by_pickle(objects)
-    parts: list[tuple[str, torch.Tensor]] = []
-    staged: list[tuple[int, torch.Tensor]] = []
+def _copies_of(names: Sequence[str], values: Sequence[Any], memo: dict[int, Any]) -> Sequence[Any]:
+    """Return copies of values that are not staged. ``memo`` has the copies of tensors in them, by the original's id.
+
+    Raises:
+        InvalidInputError: A value cannot be copied.
+    """
+    odd = [at for at, value in enumerate(values) if type(value) not in _ATOMS]
+    copies, named, objects = list(values), dict[int, tuple[str, Any]](), dict[int, Any]()
+    for at in odd:
+        collect_tensors(names[at], values[at], named, objects)
+    memo |= _copied_by_pickle(objects)
     for number, (name, tensor) in named.items():
-        locals_ = _local_parts(tensor)
-        if not any(map(problem_of, locals_)):
-            parts += [(name, part.detach().as_subclass(torch.Tensor)) for part in locals_]
-            staged.append((number, tensor))
-        else:
-            memo[number] = _unusual(name, tensor, locals_, memo)
-    later = copy_in(file, parts, at_once=False)
-    later.begin()
-    views = iter(later.result())
-    memo.update((number, _rebuilt(tensor, views)) for number, tensor in staged)
-    content = {key: _copied(key, value, memo) for key, value in state_dict.items()}
-    return StagedState(lambda _: content, content, save, later)
+        if number not in memo:
+            memo[number] = _unusual(name, tensor, memo)
+    name = ""
+    try:
+        for at in odd:
+            name = names[at]
+            copies[at] = copy.deepcopy(values[at], memo)
+    except Exception as error:
+        raise InvalidInputError(f"{name!r} contains an object that cannot be copied: {error}") from error
+    return copies
 
 
 def _copied_by_pickle(objects: Mapping[int, Any]) -> dict[int, Any]:
@@ -127,11 +116,12 @@ def _copied_by_pickle(objects: Mapping[int, Any]) -> dict[int, Any]:
     return dict(zip(objects, copies, strict=True))
 
 
-def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:
+def _unusual(name: str, tensor: Any, memo: dict[int, Any]) -> Any:
     """Copy a tensor that cannot be stored as it is: a planner may replace it. If no copy exists, return a `Refused`.
 
     The save refuses both, rather than this function, so that every rank gets the error.
     """
+    parts = local_parts(tensor)
     if not any(map(has_no_copy, parts)):
         with contextlib.suppress(Exception):  # a copy of such a tensor may raise anything
             return copy.deepcopy(tensor, memo)
@@ -141,50 +131,3 @@ def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], mem
     except InvalidInputError as error:
         return refused(str(error))
     raise AssertionError("one of its parts is unusual")
-
-
-def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        raise InvalidInputError(f"{key!r} contains an object that cannot be copied: {error}") from error
-
-
-def _collect(path: str | None, value: Any, found: dict[int, tuple[str, torch.Tensor]], objects: dict[int, Any]) -> None:
-    """Find the tensors, each once with a name as DCP's planners build it, and the objects to be pickled."""
-    if isinstance(value, (torch.Tensor, ShardedTensor)):
-        found.setdefault(id(value), (path or "", value))
-        return
-    if isinstance(value, Mapping):
-        pairs: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, (list, tuple)):
-        pairs = enumerate(value)
-    else:
-        is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
-        if hasattr(type(value), "__deepcopy__") and not is_array_of_numbers:
-            objects[id(value)] = value
-        return
-    before = "" if path is None else f"{path}."
-    for key, inner in pairs:
-        _collect(f"{before}{key!s}", inner, found, objects)
-
-
-def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(tensor, DTensor):
-        return [tensor.detach().to_local()]
-    if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor]
-
-
-def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tensor:
-    if type(tensor) in PLAIN_TYPES:  # nearly all tensors
-        return next(views) if not holds_shards(tensor) else mark_shards(next(views), shards_of(tensor))
-    if isinstance(tensor, DTensor):
-        return DTensor(next(views), tensor._spec, requires_grad=False)
-    if isinstance(tensor, ShardedTensor):
-        shards = [Shard(next(views), shard.metadata) for shard in tensor.local_shards()]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, tensor.metadata(), process_group=tensor._process_group
-        )
-    return mark_shards(next(views), shards_of(tensor))

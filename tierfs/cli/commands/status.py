@@ -157,7 +157,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
-    if report["ram_only_files"]:
+    if report.get("ram_only_files"):
         facts.append(
             (
                 "in ram only",
