@@ -145,22 +145,13 @@ def at_import(body):
             yield node
 
 
-# Imports under TYPE_CHECKING that still close a circle, each by its module.
-BACKWARDS = {
-    # The encoder reads the bases of a chunk by a reader of the store, which has the encoder.
-    "tierfs.store.encode.encoder": "tierfs.store.chunks",
-    "tierfs.store.encode.pipeline": "tierfs.store.chunks",
-}
-
-
 def test_no_two_modules_import_each_other_in_a_circle():
     found = {name_of(path): path for path in modules() if room_of(path) != "testing"}
     edges = {}
     for name, path in found.items():
         wanted = imported(at_import(ast.parse(path.read_text()).body), path)
         edges[name] = sorted(
-            ({full if full in found else full.rpartition(".")[0] for full in wanted} & found.keys())
-            - {name, BACKWARDS.get(name)}
+            ({full if full in found else full.rpartition(".")[0] for full in wanted} & found.keys()) - {name}
         )
     finished, on_the_way = set(), []
 

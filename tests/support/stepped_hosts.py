@@ -200,13 +200,15 @@ class Trainer:
         self.tiers.writer.announce = lambda **_: announce()  # not on a thread
         self.tiers.writer.expect = lambda: None
         self.queue = []
-        self._seal = self.tiers.writer.seal_draft
-        self.tiers.writer.seal_draft = self.seal_draft
+        self._seal = self.tiers.writer.sealing
+        self.tiers.writer.sealing = self.sealing
         self.store = world.open(host.link, tiers=self.tiers)
         self.alive = True
 
-    def seal_draft(self, draft, **how):
-        self._seal(draft, **how)
+    @contextlib.contextmanager
+    def sealing(self, draft, **how):
+        with self._seal(draft, **how):
+            yield
         self.place.world.sealed(self.place, draft)
 
     def add(self, slot):

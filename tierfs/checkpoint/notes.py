@@ -212,13 +212,8 @@ def logged_steps(run: str, *places: Store) -> list[LoggedStep]:
         StoreError, ReadOnlyError: The object tier cannot be listed.
     """
     below = inside(run, DIRECTORY)
-    found = [
-        one
-        for store in places
-        for one in parse(
-            store, (entry.path for entry in find(store, below, detail=False) if not entry.is_directory), below
-        )
-    ]
+    entries = [(store, entry) for store in places for entry in find(store, below, detail=False)]
+    found = [one for store, entry in entries for one in parse(store, [entry.path], below) if not entry.is_directory]
     return sorted(found, key=lambda one: (one.chain, one.after, one.rank))
 
 

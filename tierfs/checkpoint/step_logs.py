@@ -20,7 +20,6 @@ from tierfs.host.filesystems import entries_of, make_private
 from tierfs.host.host import Host, state_directory
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment
@@ -85,26 +84,28 @@ def lengths_below(log: Store, path: str = "") -> dict[str, int]:
     return {name: item.draft.length for name, item in log.tiers.drafts.pending_below(path).items()}
 
 
-def remove_files(store: Store, paths: Collection[str]) -> None:
-    """Remove files of a log, of any process; or those of a store. Those that are gone already are passed over.
+def remove_files(store: Store, paths: Collection[str]) -> int:
+    """Remove files of a log, of any process; or those of a store. Return their bytes.
 
-    Raises as `delete` does.
+    Those that are gone already are passed over. Raises as `delete` does.
     """
-    tiers = store.tiers
+    tiers, removed = store.tiers, 0
     if tiers is None or not isinstance(tiers.flusher, _NoFlusher):
         for path in paths:
             with contextlib.suppress(NotFoundError):
-                delete(store, path)
-        return
-    for slot in tiers.ram.drafts() if paths else ():
-        draft = Draft.in_slot(slot)
-        if isinstance(draft, Draft) and draft.path in paths:
+                removed += delete(store, path)
+        return removed
+    found = {item.draft.write_id: item.draft for path in paths if (item := tiers.drafts.pending(path)) is not None}
+    for slot in tiers.ram.drafts() if found else ():
+        if draft := found.get(slot.name):
+            removed += draft.length
             chunks = [slot_at(tiers.ram, reference) for reference in draft.slots if reference is not None]
             for each in [slot, *filter(None, chunks)]:  # the draft first, so that no reader sees one without chunks
                 if each.segment.owned:
                     each.segment.give(each)
                 else:
                     each.segment.mark(each, SlotState.CLEAN)
+    return removed
 
 
 def _directory(store: Store) -> Path:

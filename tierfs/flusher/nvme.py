@@ -280,9 +280,8 @@ class NvmePersister:
             raise error
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
-        segment = chunk.segment
-        meta, view = segment.meta(chunk), segment.view(chunk)
-        nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
+        meta, view = chunk.segment.meta(chunk), chunk.segment.view(chunk)
+        nvme.write(chunk.name, meta, view, keep=keep, source=chunk)
 
     def write_ahead(self, references: Sequence[SlotRef], length: int) -> None:
         """Write chunks of an unfinished file before it has a draft.

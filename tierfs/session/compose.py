@@ -71,8 +71,7 @@ def compose(
             hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
             return opened(hidden=hidden, unused=str(error))
         tiers = open_tiers[key] = localtiers.tiers_for(target, settings, plain, home, resumes=location.resumes)
-    assert isinstance(tiers.flusher, localtiers.LaunchingClient)
-    return opened(tiers=tiers, hand_over=partial(tiers.flusher.hand_over, given, codecs=options.codecs))
+    return opened(tiers=tiers, handed_over=(given, options.codecs))
 
 
 def verify_writes(location: Location) -> str:

@@ -32,7 +32,7 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
-from tierfs.store.encode.pipeline import Encoded, Pressure, SourcePiece
+from tierfs.store.encode.pipeline import Bases, Encoded, Pressure, SourcePiece
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.fetch import fetch, fetch_object
 from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspect
@@ -272,8 +272,8 @@ def _may_need(store: Store, row: Row, digest: bytes, steps_max: int) -> bool:
     )
 
 
-class BaseReader:
-    """Reads the chunks that one chunk may be encoded against.
+class BaseReader(Bases):
+    """See `Bases`.
 
     Args:
         store: The store, without local tiers.
@@ -285,15 +285,12 @@ class BaseReader:
         self._local = local
 
     def read_source(self, row: Row, out: memoryview) -> bool:
-        """Copy a whole chunk from this host, verified. Return whether it is here."""
         return self._local is not None and self._local.read_whole(row, out) is not None
 
     def read_base(self, row: Row, out: memoryview) -> bool:
-        """Do the same as `read_source`, if the object is sound: the encoded chunk will need that object."""
         return self.read_source(row, out) and is_sound_base(self._store, row)
 
     def fetch(self, row: Row, out: memoryview) -> None:
-        """Copy a whole chunk from the object tier, verified. Raises a `TierfsError` if it cannot be read."""
         fetch(self._store, row, [(0, out)], self._store.url)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import StoreError, TierfsError
@@ -62,7 +62,8 @@ class Store:
         codecs: Codecs that chunks may be encoded with.
         device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU. 0 switches it off.
         unused: Why there are no local tiers, if they were asked for.
-        hand_over: Tells the flusher the options of this store; see `Store.hand_over`.
+        handed_over: The options of the object tier's filesystem, and the codecs that the user asked for, if any: see
+            `Store.hand_over`.
 
     Attributes:
         before_change: Called right before a record is put or sealed. If it raises, nothing is changed.
@@ -86,7 +87,7 @@ class Store:
         codecs: Codecs = AUTO,
         device_bytes: int = 0,
         unused: str = "",
-        hand_over: Callable[..., None] | None = None,
+        handed_over: tuple[dict[str, Any], str | None] | None = None,
     ) -> None:
         self._objects = objects
         self._process = os.getpid()
@@ -97,7 +98,7 @@ class Store:
         self._tiers = tiers
         self.hidden = hidden
         self.unused = unused
-        self._hand_over = hand_over
+        self._handed_over = handed_over
         self.ack = ack
         self.timeout_s = timeout_s
         self.device_bytes = device_bytes
@@ -157,8 +158,9 @@ class Store:
 
     def hand_over(self, *, writes: bool) -> None:
         """Tell the flusher the options of this store, and whether this process writes with them."""
-        if self._hand_over is not None:
-            self._hand_over(writes=writes)
+        if self._handed_over is not None and self._tiers is not None:
+            options, codecs = self._handed_over
+            self._tiers.flusher.hand_over(options, writes=writes, codecs=codecs)
 
     def without_local_tiers(self) -> Store:
         """Return this store without its local tiers, for a caller that needs the content of the object tier.
@@ -168,7 +170,7 @@ class Store:
         if self.tiers is None:
             return self
         bare = copy.copy(self)
-        bare._tiers = bare.hidden = bare._hand_over = bare.timeout_s = None
+        bare._tiers = bare.hidden = bare._handed_over = bare.timeout_s = None
         bare.ack, bare.unused, bare.device_bytes = Level.OBJECT, "", 0
         return bare
 

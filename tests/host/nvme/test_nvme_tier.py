@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.nvme_tools import (
@@ -278,9 +279,12 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     assert used > 0
 
 
+REUSED = SimpleNamespace(segment=SimpleNamespace(is_still=lambda _: False))
+
+
 def test_a_chunk_found_wrong_after_writing_is_absent(tier, directory):
     name, data = content_of(1)
-    tier.write(name, meta_of(data), memoryview(data), is_sound=lambda: False)
+    tier.write(name, meta_of(data), memoryview(data), source=REUSED)
     assert not tier.holds(name)
     assert tier.usage().used_bytes == 0
     assert os.listdir(directory / "nvme" / "chunks") == []
@@ -290,7 +294,7 @@ def test_a_sound_copy_is_not_taken_back_because_another_one_would_have_been_wron
     # The slot was reused in the meantime, but the tier already had the chunk.
     save(tier, "a", 1)
     name, data = content_of(1)
-    tier.write(name, meta_of(data), memoryview(bytearray(len(data))), is_sound=lambda: False)
+    tier.write(name, meta_of(data), memoryview(bytearray(len(data))), source=REUSED)
     assert [item.state for item in tier.drafts()] == ["pending"]
     assert read(tier, 1)
 

@@ -33,7 +33,7 @@ from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT
-from tierfs.store import Entry, Store, copy, delete, find, make_directory, rename
+from tierfs.store import Entry, Store, copy, find, make_directory, rename
 from tierfs.store.tree.kind import Kind
 
 _STREAM = "-"
@@ -319,11 +319,10 @@ def _remove(arguments: argparse.Namespace, opened: contextlib.ExitStack) -> int:
     chosen = Selection(arguments.include, arguments.exclude)
     files: dict[tuple[str, str], tuple[Store, int]] = {}
     directories: list[tuple[Store, list[str]]] = []
-    in_memory: list[tuple[Store, dict[str, int]]] = []  # files of logs of steps, with their lengths
     for place in places_of(arguments.urls):
         logs = opened.enter_context(logs_of(place.store)) if arguments.recursive and chosen.is_all else []
-        logged = [(log, lengths) for log in logs if (lengths := lengths_below(log, place.path))]
-        in_memory += logged
+        logged = {(log.url, path): (log, size) for log in logs for path, size in lengths_below(log, place.path).items()}
+        files |= logged
         try:
             entry = place.entry()
         except NotFoundError:
@@ -348,23 +347,18 @@ def _remove(arguments: argparse.Namespace, opened: contextlib.ExitStack) -> int:
         # A file and a directory may have the same name. Where files stay, so do the directories.
         if chosen.is_all and (entry.is_directory or any(one.path != place.path for one in below)):
             directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
-    logged_files = {(log.url, name): (log, length) for log, lengths in in_memory for name, length in lengths.items()}
     if arguments.dry_run:
-        return _print_deleted(arguments, files | logged_files)
+        return _print_deleted(arguments, files)
 
     def delete_one(name: tuple[str, str], _stop: threading.Event) -> None:
         store, _ = files[name]
-        # Another process may have deleted the file already.
-        with contextlib.suppress(NotFoundError):
-            files[name] = store, delete(store, name[1])
+        files[name] = store, remove_files(store, [name[1]])
 
     with Progress("rm") as progress:
         run_in_parallel(delete_one, list(files), progress)
         for store, paths in directories:
             remove_directories(store, [path for path in paths if path])
-    for log, lengths in in_memory:
-        remove_files(log, lengths)
-    return _print_deleted(arguments, files | logged_files)
+    return _print_deleted(arguments, files)
 
 
 def _print_deleted(arguments: argparse.Namespace, files: dict[tuple[str, str], tuple[Store, int]]) -> int:

@@ -23,7 +23,7 @@ import re
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -286,26 +286,30 @@ class DraftBatches:
         self.used_bytes -= self._sizes.pop(file)
         del self._left[file]
 
-    def add(self, data: bytes, count: int, flush_chunks: Callable[[], None]) -> None:
-        """Write a batch durably.
+    @contextlib.contextmanager
+    def adding(self, data: bytes, count: int) -> Iterator[None]:
+        """Write a batch durably. It gets its name when the context ends without an error.
+
+        The caller makes the names of the drafts' chunks durable in the context: the flush of the batch has then done
+        most of that work on filesystems with a journal.
 
         Args:
             data: Drafts from `encode_batch`, whose seqs follow `last_seq`.
             count: The number of these drafts.
-            flush_chunks: Makes the names of their chunks durable. Called when the batch is written but has no name yet:
-                the flush of the batch has then done most of that work on filesystems with a journal.
 
         Raises:
             StoreError, CapacityError: The batch could not be written. There is no new draft.
         """
         file = f"{self.last_seq + 1:016x}-{secrets.token_hex(4)}"
         self.last_seq += count
-        self._put(file, data, "batch", flush_chunks)
+        with self._putting(file, data, "batch"):
+            yield
         self._note(file, read_batch(self._directory, file, self._fallbacks))
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
         if seq not in self.conflicts:
-            self._put(_conflict(seq), note.encode("utf-8", "replace"), "conflict")
+            with self._putting(_conflict(seq), note.encode("utf-8", "replace"), "conflict"):
+                pass
             self.conflicts.add(seq)
 
     def finish(self, seqs: Collection[int]) -> list[BatchDraft]:
@@ -340,8 +344,9 @@ class DraftBatches:
                 os.pwrite(batch.fileno(), bytes([_DONE]), _STATES_AT + index)
             os.fdatasync(batch.fileno())
 
-    def _put(self, file: str, data: bytes, what: str, then: Callable[[], None] = lambda: None) -> None:
-        """Create a file durably. Call ``then`` before it gets its name."""
+    @contextlib.contextmanager
+    def _putting(self, file: str, data: bytes, what: str) -> Iterator[None]:
+        """Create a file durably. It gets its name when the context ends without an error."""
         temporary, path = self._directory / TEMPORARY, self._directory / file
         with disk_errors(path):
             try:
@@ -349,7 +354,7 @@ class DraftBatches:
                     new.write(data)
                     new.flush()
                     os.fdatasync(new.fileno())
-                then()
+                yield
                 with self._step(f"{what}.rename"):
                     os.rename(temporary, path)
                 with self._step(f"{what}.sync"):

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from tierfs.buffers import PAGE_BYTES
@@ -23,6 +23,7 @@ from tierfs.errors import CapacityError, ConflictError, StoreError
 from tierfs.host.events import Faults
 from tierfs.host.filesystems import disk_errors, entries_of, flush_directory
 from tierfs.host.nvme.chunk_file import ChunkFiles, ChunkPage, file_bytes
+from tierfs.host.slab.segment import Slot
 
 FRESH_S = 60.0
 """Seconds for which a chunk is protected from eviction while its draft is not committed."""
@@ -122,7 +123,7 @@ class TierChunks:
 
     # -- adding --------------------------------------------------------------------------------------------------------
 
-    def add(self, page: ChunkPage, data: memoryview, *, keep: bool, is_sound: Callable[[], bool]) -> None:
+    def add(self, page: ChunkPage, data: memoryview, *, keep: bool, source: Slot | None) -> None:
         """Write a chunk; see `tierfs.host.nvme.tier.NvmeTier.write`."""
         with self._lock:
             while page.name in self._writing:
@@ -132,7 +133,7 @@ class TierChunks:
                 self._writing.add(page.name)
         if is_absent:
             try:
-                self._add(page, data, is_sound)
+                self._add(page, data, source)
             finally:
                 with self._lock:
                     self._writing.discard(page.name)
@@ -140,12 +141,12 @@ class TierChunks:
         if keep:
             self.protect([page.name])
 
-    def _add(self, page: ChunkPage, data: memoryview, is_sound: Callable[[], bool]) -> None:
+    def _add(self, page: ChunkPage, data: memoryview, source: Slot | None) -> None:
         name, size = page.name, file_bytes(len(data))
         path, temporary = self.files.path(name), self._directory / f"{TEMPORARY}{next(self._numbers)}"
         self.reserve(size, temporary)
         try:
-            if not self._write(temporary, page, data, is_sound):
+            if not self._write(temporary, page, data, source):
                 self._discard(temporary, size)
                 return
             self._faults("before chunk.rename")
@@ -161,13 +162,13 @@ class TierChunks:
             raise
         self._faults("after chunk.rename")
 
-    def _write(self, path: Path, page: ChunkPage, data: memoryview, is_sound: Callable[[], bool]) -> bool:
+    def _write(self, path: Path, page: ChunkPage, data: memoryview, source: Slot | None) -> bool:
         """Write a durable file. Return false if the caller's memory changed meanwhile."""
         self._faults("before chunk.write")
         fd = self.files.write(path, page, data, now_ns=self._clock.now_ns())
         try:
             self._faults("after chunk.write")
-            if not is_sound():
+            if source is not None and not source.segment.is_still(source):
                 return False
             self._faults("before chunk.sync")
             with disk_errors(path):

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -42,6 +42,7 @@ from tierfs.host.nvme.head import (
     write_head,
 )
 from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.slab.segment import Slot
 
 _logger = logging.getLogger("tierfs.local")
 
@@ -133,7 +134,7 @@ class NvmeTier:
         data: memoryview,
         *,
         keep: bool = True,
-        is_sound: Callable[[], bool] = lambda: True,
+        source: Slot | None = None,
     ) -> None:
         """Write a chunk, unless the tier has it already. It is clean until a draft needs it.
 
@@ -144,15 +145,15 @@ class NvmeTier:
             meta: Metadata stored with the chunk, at most 900 bytes.
             data: Borrowed for the call only. Page-aligned memory saves a copy.
             keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time.
-            is_sound: Called after the write and before the chunk becomes visible. Returns whether ``data`` held the
-                chunk during the whole write. If not, the write is undone, and an earlier copy stays.
+            source: The slot that ``data`` lies in. If it was reused by the end of the write, the write is undone, and
+                an earlier copy stays.
 
         Raises:
             CapacityError: There is no room, and no chunk can be evicted.
             InvalidInputError: The name or the metadata has an invalid length.
             StoreError: The chunk could not be written.
         """
-        self._chunks.add(ChunkPage(name, meta, len(data)), data, keep=keep, is_sound=is_sound)
+        self._chunks.add(ChunkPage(name, meta, len(data)), data, keep=keep, source=source)
 
     def commit(self, drafts: Sequence[EncodedDraft], *, elsewhere: Collection[bytes] = ()) -> list[int]:
         """Store drafts durably and atomically.
@@ -194,7 +195,9 @@ class NvmeTier:
                 return
             self._chunks.reserve(len(data))
             try:
-                self._batches.add(data, len(new), lambda: self._flush_chunks(names))
+                with self._batches.adding(data, len(new)):
+                    self._chunks.flush()
+                    self._chunks.check(names)
             except Exception:
                 self._chunks.charge(-len(data))
                 raise
@@ -203,10 +206,6 @@ class NvmeTier:
             raise
         self._chunks.unprotect(names)
         self._write_ids.update((draft.write_id, seq) for seq, draft in enumerate(new, first_seq))
-
-    def _flush_chunks(self, names: Sequence[bytes]) -> None:
-        self._chunks.flush()
-        self._chunks.check(names)
 
     def _need(self, names: Sequence[bytes]) -> None:
         gone = self._chunks.need(names)

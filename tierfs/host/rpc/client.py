@@ -122,6 +122,9 @@ class FlusherClient:
         """Whether the flusher is a thread of this process, and runs."""
         return False
 
+    def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> None:
+        """Do nothing: a client that can start a flusher sends these options for the object tier."""
+
     def is_running(self) -> bool:
         return is_flusher_running(self._directory)
 

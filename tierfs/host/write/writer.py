@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -258,13 +258,15 @@ class SlabWriter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
-        """Seal a draft. From then on it is pending, and all processes of the host see it.
+    @contextlib.contextmanager
+    def sealing(self, draft: Draft, *, timeout_s: float | None) -> Iterator[None]:
+        """Seal a draft when the context ends without an error. Then it is pending, and all processes of the host see it.
+
+        In the context, no other thread or process of the host seals a draft of this path. So the caller checks there
+        that the path has not changed since the version that the draft replaces.
 
         Args:
             timeout_s: How long to wait for room, in seconds; None for no limit. A file on the disk does not wait.
-            check: Raises if the path has changed since the version that the draft replaces. From its call until the
-                draft is sealed, no other thread or process of the host seals a draft of this path.
 
         Raises:
             CapacityError: There was no room for it before the timeout.
@@ -280,7 +282,7 @@ class SlabWriter:
             until_checked.callback(self.drop, slot)
             self._check_removed(draft, slot)
             with self._alone_at(draft.path):
-                check()
+                yield
                 until_checked.pop_all()
                 stamp_ns = self._stamp()
                 data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()

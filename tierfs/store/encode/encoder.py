@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tierfs._fork import PerProcess
 from tierfs.buffers import block_buffers, buffers
@@ -24,6 +24,7 @@ from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.encode.pipeline import (
+    Bases,
     BlockPlan,
     Codecs,
     Deriver,
@@ -37,9 +38,6 @@ from tierfs.store.encode.pipeline import (
 )
 from tierfs.store.encode.tensors import ChunkContext, Tensor
 from tierfs.threads import Processors
-
-if TYPE_CHECKING:
-    from tierfs.store.chunks import BaseReader
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
@@ -182,7 +180,7 @@ class Encoder:
         sources: Sequence[SourcePiece],
         *,
         into: memoryview,
-        bases: BaseReader,
+        bases: Bases,
         pressure: Pressure = "none",
     ) -> Encoded:
         """Encode a chunk in the way that makes it smallest; under pressure, leave it raw.
@@ -214,14 +212,14 @@ class Encoder:
         return encoded
 
     def _derive(
-        self, raw: memoryview, sources: Sequence[SourcePiece], into: memoryview, bases: BaseReader
+        self, raw: memoryview, sources: Sequence[SourcePiece], into: memoryview, bases: Bases
     ) -> Encoded | None:
         if not (sources and self.derives):
             return None
         with self._deriving, _encoders().turn():  # other threads send while this one waits for its turn
             return self._deriver.encode(raw, sources, bases, into)
 
-    def _encode_chosen(self, raw: memoryview, context: ChunkContext, into: memoryview, bases: BaseReader) -> Encoded:
+    def _encode_chosen(self, raw: memoryview, context: ChunkContext, into: memoryview, bases: Bases) -> Encoded:
         tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
         row, done = context.base, None
         with _encoders().turn():
@@ -327,7 +325,7 @@ class Encoder:
                     missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
                     self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
-    def _fetch(self, row: Row, out: memoryview, tensors: Sequence[Tensor], bases: BaseReader) -> bool:
+    def _fetch(self, row: Row, out: memoryview, tensors: Sequence[Tensor], bases: Bases) -> bool:
         """Fetch a base from the object tier. Return false if that is not worth it, or the base cannot be read.
 
         Over a network no base is fetched for a chunk without a named tensor: nothing is remembered of it, so each of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from tierfs._fork import PerProcess
 from tierfs.buffers import Buffers, block_buffers, fresh
@@ -19,8 +19,18 @@ from tierfs.format.envelope import BASES_MAX, BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 
-if TYPE_CHECKING:
-    from tierfs.store.chunks import BaseReader
+
+class Bases(Protocol):
+    """Reads the chunks that one chunk may be encoded against."""
+
+    def read_source(self, row: Row, out: memoryview) -> bool:
+        """Copy a whole chunk from this host, verified. Return whether it is here."""
+
+    def read_base(self, row: Row, out: memoryview) -> bool:
+        """Do the same as `read_source`, if the object is sound: the encoded chunk will need that object."""
+
+    def fetch(self, row: Row, out: memoryview) -> None:
+        """Copy a whole chunk from the object tier, verified. Raises a `TierfsError` if it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +223,7 @@ class Deriver:
     def __repr__(self) -> str:
         return f"Deriver({self._codecs})"
 
-    def encode(
-        self, raw: memoryview, sources: Sequence[SourcePiece], bases: BaseReader, into: memoryview
-    ) -> Encoded | None:
+    def encode(self, raw: memoryview, sources: Sequence[SourcePiece], bases: Bases, into: memoryview) -> Encoded | None:
         """Encode a chunk as derived from wider elements.
 
         Args:
@@ -253,7 +261,7 @@ class Deriver:
                 return None
         return with_bases(encode_chunk(raw, plans, into, self._codecs.allowed), sources)
 
-    def _read_source(self, row: Row, bases: BaseReader) -> memoryview | None:
+    def _read_source(self, row: Row, bases: Bases) -> memoryview | None:
         """Read a whole chunk from this host and verify it; ``None`` if this host does not have it.
 
         The last chunk is kept, because small tensors that follow each other often derive from parts of one chunk.

@@ -183,7 +183,8 @@ def seal(
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
     store.before_change()
-    tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
+    with tiers.writer.sealing(draft, timeout_s=store.timeout_s):
+        _check_unchanged(store, tiers, observed)
 
 
 def expect_changes(store: Store) -> None:

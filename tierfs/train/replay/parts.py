@@ -151,11 +151,6 @@ class Parts:
         is_whole = ours <= trained.keys() and all(each in ours for each, is_trained in trained.items() if is_trained)
         return list(*groups) if len(groups) == 1 and is_whole else [rank]
 
-    def nbytes(self) -> int:
-        """Return the bytes of this rank's part of the parameters and the optimizers' state."""
-        states = (value for optimizer in self.optimizers for own in optimizer.state.values() for value in own.values())
-        return sum(local(each).nbytes for each in (*self.parameters, *states) if isinstance(each, torch.Tensor))
-
     def build(self) -> dict[str, Any]:
         """Return the facts about this program and machine on which the bits of an update depend."""
         devices = sorted({each.device.type for each in self.parameters})
