@@ -227,14 +227,14 @@ def test_a_file_whose_record_is_damaged_can_be_removed_or_replaced(url, tmp_path
 
 
 def test_rm_is_content_when_somebody_else_was_faster(url, monkeypatch):
-    from tierfs.cli.commands import changing
+    from tierfs.checkpoint import step_logs
 
-    real = changing.delete
+    real = step_logs.delete
 
     def delete(store, path):
         real(store, path)
         real(store, path)
 
-    monkeypatch.setattr(changing, "delete", delete)
+    monkeypatch.setattr(step_logs, "delete", delete)
     assert main(["rm", "-r", f"{url}/run"]) == 0
     assert names(url) == {"kept/", "kept/c"}
