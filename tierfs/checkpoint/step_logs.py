@@ -14,7 +14,8 @@ from typing import Any
 
 import xxhash
 
-from tierfs.errors import NotFoundError, ReadOnlyError
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, NotFoundError, ReadOnlyError
 from tierfs.host.chunk_sources import slot_at
 from tierfs.host.filesystems import entries_of, make_private
 from tierfs.host.host import Host, state_directory
@@ -62,6 +63,15 @@ def open_log(store: Store, run: str, *, budget_bytes: int = 0) -> Store:
     if not tiers.ram.is_blind():
         tiers.ram.reclaim(needed)
     return log
+
+
+def make_room(log: Store, length: int) -> None:
+    """Make memory for so many bytes, as far as the budget has it. From then on, so much is made ahead of need."""
+    assert log.tiers is not None
+    chunks = [[CHUNK_BYTES]] * -(-length // CHUNK_BYTES)
+    with contextlib.suppress(CapacityError):
+        for run in log.tiers.writer.begin_runs(chunks, timeout_s=0):
+            log.tiers.writer.drop(run[0].slot)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tierfs.checkpoint.notes import LoggedStep, logged_steps, remove_steps
-from tierfs.checkpoint.step_logs import open_log
+from tierfs.checkpoint.step_logs import make_room, open_log
 from tierfs.clock import boot_id
 from tierfs.dcp.save.fill import copy_in
 from tierfs.dcp.save.gpu_staging import GpuStaging
@@ -42,7 +42,7 @@ from tierfs.train.handle import SaveHandle
 from tierfs.train.optimizers import parameters_of
 from tierfs.train.replay.logged_file import StepFacts, commit_log, gradients_of
 from tierfs.train.replay.others import ALL, Others
-from tierfs.train.replay.parts import Parts, groups_of, kind_of
+from tierfs.train.replay.parts import Parts, groups_of, kind_of, local
 from tierfs.train.replay.policy import Replay, StepLog
 from tierfs.train.run import RunDirectory
 from tierfs.train.state import DictState, TrainState
@@ -55,6 +55,8 @@ SHORT_CHAINS_MAX = 3
 HELD_MAX = 16
 """A chain ends after this many steps in a row that leave gradients unused, although an optimizer made a step."""
 LOOK_EVERY_S = 1.0
+AHEAD = 4
+"""The log has memory ahead for so many steps, but not for more of its ring than 1/AHEAD: new memory is slow."""
 BESIDE_BYTES = 128 << 20
 """Memory of the log beyond its rings: for the file that a full ring refuses, and room between files."""
 STEPS_A_TURN = 8
@@ -97,6 +99,7 @@ class Recorder(StepLog):
         self._files: deque[tuple[LoggedStep, int]] = deque()  # each with its length in bytes
         self._left: list[LoggedStep] = []
         self._memory: Store | None = None
+        self._has_room = False
         self._saves: deque[SaveHandle] = deque(maxlen=16)
         self._looked_s = 0.0
         policy.recorder = self
@@ -193,6 +196,10 @@ class Recorder(StepLog):
     def _open_file(self) -> ShardFile:
         if self._file is None:
             store, _ = self.run.open(write=True)
+            if self._level is Level.STAGED and not self._has_room:
+                assert self._parts is not None
+                self._has_room, length = True, sum(local(each).nbytes for each in self._parts.parameters)
+                make_room(self.memory, min(AHEAD * length, self.policy.ring_bytes // AHEAD))
             self._file = ShardFile(store if self._level > Level.STAGED else self.memory, self._gpu, waits=False)
         return self._file
 
