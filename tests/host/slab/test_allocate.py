@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.forked import in_child
 from support.opened import descriptors, mappings
 
 from tierfs.errors import CapacityError, StoreError
-from tierfs.host.slab import allocate as allocating
-from tierfs.host.slab.allocate import allocate, map_shared
+from tierfs.host.slab import pages
+from tierfs.host.slab.allocate import allocate, allocate_idly, map_shared
 
 MIB = 1 << 20
 SIZE = 13 * MIB + 4096
@@ -46,7 +47,7 @@ def mapped(memory, what="Rss"):
 @pytest.fixture
 def said(caplog):
     caplog.set_level("INFO", "tierfs.local")
-    allocating._say_small.cache_clear()
+    pages._say_small.cache_clear()
     return caplog
 
 
@@ -75,14 +76,37 @@ def test_another_process_looks_it_up_by_huge_pages_as_well(fd, said):
     assert mapped(others, "ShmemPmdMapped") == 2 * MIB
 
 
-@pytest.mark.parametrize("size", [allocating.HUGE_BYTES, SIZE])
+@pytest.mark.parametrize("size", [pages.HUGE_BYTES, SIZE])
 def test_a_mapping_begins_where_a_huge_page_may(fd, size):
     memories = [map_shared(fd, size) for _ in range(3)]
     assert [np.frombuffer(memory, np.uint8).ctypes.data % (2 * MIB) for memory in memories] == [0, 0, 0]
 
 
+def test_memory_is_allocated_by_a_process_of_its_own(fd):
+    assert allocate_idly(fd, SIZE, lambda: True, lambda: None)
+    assert reserved(fd) == SIZE
+    memory = allocate(fd, SIZE, "test")
+    assert not any(memory)
+
+
+def test_that_process_has_the_lowest_priority_and_ends_with_its_parent(fd):
+    def child():
+        assert pages.main(fd, SIZE, os.getppid())
+        assert os.getpriority(os.PRIO_PROCESS, 0) == 19
+        assert not pages.main(fd, SIZE, 1), "that was its parent when it started"
+
+    assert in_child(child) == 0
+
+
+def test_a_process_that_cannot_allocate_says_so(small_shm):
+    fd = os.open(small_shm / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 80 * MIB)
+    assert not allocate_idly(fd, 80 * MIB, lambda: True, lambda: None)
+    os.close(fd)
+
+
 def test_missing_huge_pages_are_logged_once(fd, monkeypatch, said):
-    monkeypatch.setattr(allocating, "MADV_COLLAPSE", 12345)  # as on an older kernel
+    monkeypatch.setattr(pages, "MADV_COLLAPSE", 12345)  # as on an older kernel
     memory = allocate(fd, SIZE, "test", threads=1)
     assert reserved(fd) == mapped(memory) == SIZE
     assert not mapped(memory, "ShmemPmdMapped")
@@ -91,8 +115,8 @@ def test_missing_huge_pages_are_logged_once(fd, monkeypatch, said):
 
 
 def test_an_older_kernel_reserves_memory_with_one_warning(fd, monkeypatch, caplog):
-    monkeypatch.setattr(allocating, "MADV_POPULATE_WRITE", 12345)
-    allocating._say_once.cache_clear()
+    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 12345)
+    pages._say_once.cache_clear()
     memory = allocate(fd, SIZE, "test", threads=1)
     assert reserved(fd) == len(memory) == SIZE
     assert caplog.text.count("Linux 5.14") == 1
@@ -108,10 +132,10 @@ def test_too_little_memory_is_an_error_and_not_a_signal_later(small_shm):
 
 
 def test_other_kernel_errors_are_raised(fd, monkeypatch):
-    monkeypatch.setattr(allocating, "populate", lambda *_: False)
+    monkeypatch.setattr(pages, "populate", lambda *_: False)
     readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     monkeypatch.setattr(
-        allocating, "map_shared", lambda fd, length: memoryview(mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ))
+        pages, "map_file", lambda fd, length, **_: memoryview(mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ))
     )
     with pytest.raises(StoreError, match="no memory for test: Bad file descriptor"):
         allocate(readable, SIZE, "test")
@@ -125,7 +149,7 @@ def test_an_error_of_one_thread_is_raised(fd, monkeypatch, with_processors):
         time.sleep(0.001)
         return True
 
-    monkeypatch.setattr(allocating, "populate", fail)
+    monkeypatch.setattr(pages, "populate", fail)
     with_processors(2)
     with pytest.raises(MemoryError):
         allocate(fd, SIZE, "test", threads=2)

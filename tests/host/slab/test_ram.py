@@ -972,6 +972,84 @@ def test_closing_removes_what_is_being_made_ahead(open_tier, host):
     assert suffixes(host) == []
 
 
+def prepared(tier, wanted, *, share=1 << 40):
+    """Say what is coming, and wait until its memory is made."""
+    tier.prepare(wanted, MIB, share)
+    until(lambda: tier.grow_ahead() is None and "tierfs-ram-ahead" not in {each.name for each in threading.enumerate()})
+    return sum(segment.data_bytes for segment in tier.own_segments())
+
+
+@pytest.fixture
+def no_processor(tmp_path, monkeypatch):
+    """Let the process that makes memory ahead get no processor: it sleeps instead."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))  # a machine cannot be made busy enough
+
+
+def begun(tier, host):
+    """Begin to make memory that takes a process of its own, and wait until its file is there."""
+    tier.prepare(128 * MIB, MIB, 1 << 40)
+    until(lambda: suffixes(host) == [".new"])
+
+
+def test_memory_for_two_saves_is_made_before_the_first(open_tier):
+    tier = open_tier(budget=512 * MIB, segment=1 << 30)
+    assert 160 * MIB <= prepared(tier, 80 * MIB) < 190 * MIB
+    before = tier.own_segments()
+    for _ in range(2):
+        tier.take_runs(SlotKind.CHUNK, [[MIB]] * 80, timeout_s=0)
+    assert tier.own_segments() == before
+
+
+def test_no_more_is_made_ahead_than_the_share_of_a_process(open_tier):
+    tier = open_tier(budget=64 * MIB)
+    assert prepared(tier, 4 * MIB, share=6 * MIB) < 7 * MIB
+    assert prepared(open_tier(OTHER, budget=64 * MIB), 7 * MIB, share=6 * MIB) == 0, "such saves go to the disk"
+
+
+def test_memory_that_is_made_ahead_never_exceeds_the_budget(open_tier):
+    tier = open_tier(budget=4 * MIB)
+    assert prepared(tier, 3 * MIB) > 2 * MIB
+    assert tier.usage().host_bytes <= 4 * MIB
+
+
+@pytest.mark.usefixtures("no_processor")
+def test_a_save_does_not_wait_for_memory_that_is_made_ahead(open_tier, host):
+    tier = open_tier(budget=192 * MIB, segment=1 << 30)
+    begun(tier, host)
+    assert tier.take_runs(SlotKind.CHUNK, [[MIB]] * 128, timeout_s=0)
+    assert tier.usage().host_bytes <= 192 * MIB
+
+
+@pytest.mark.usefixtures("no_processor")
+def test_memory_being_made_ahead_goes_when_another_process_waits(open_tier, host):
+    begun(open_tier(budget=1 << 30, segment=1 << 30), host)
+    RamBudget(host).ask_for_room()
+    until(lambda: not suffixes(host))
+
+
+@pytest.mark.usefixtures("no_processor")
+def test_closing_ends_what_makes_memory_ahead(open_tier, host):
+    tier = open_tier(budget=1 << 30, segment=1 << 30)
+    begun(tier, host)
+    tier.close()
+    assert suffixes(host) == []
+    assert "tierfs-ram-ahead" not in {each.name for each in threading.enumerate()}
+
+
+def test_a_process_killed_while_it_makes_memory_leaves_nothing(open_tier, host):
+    def work(tier):
+        tier.prepare(900 * MIB, MIB, 1 << 40)
+        until(lambda: suffixes(host) == [".new"])
+
+    killed(host, work, budget=1 << 30, segment=1 << 30)
+    tier = open_tier(budget=64 * MIB)
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    assert suffixes(host) == [".slab"]
+
+
 # -- too little shared memory ------------------------------------------------------------------------------------------
 
 

@@ -1,53 +1,29 @@
 """Allocate and map the memory of a file in shared memory, so that the first copy into it is as fast as later ones.
 
-Uses huge pages if the kernel has them. The kernel clears a huge page several times faster than 512 small ones.
-A copy into it, or a direct disk write from it, looks up one address instead of 512. `SlotAllocator` then hands the memory
-out, slot by slot.
+`SlotAllocator` then hands the memory out, slot by slot.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import errno
-import functools
 import heapq
-import logging
-import mmap
 import os
-import threading
-from collections.abc import Collection, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
-from tierfs.buffers import PAGE_BYTES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, StoreError
+from tierfs.host.slab import pages
+from tierfs.host.slab.pages import PIECE_BYTES
 from tierfs.host.slab.table import Layout, padded
+from tierfs.threads import processors
 
-# madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a touch of
-# each page.
-MADV_POPULATE_WRITE = 23
-# Linux 6.1: replaces small pages by a huge page and keeps their content. It ignores the setting in
-# /sys/kernel/mm/transparent_hugepage, which applies to page faults.
-MADV_COLLAPSE = 25
-HUGE_BYTES = 2 << 20  # if small pages have 4 KiB; otherwise the kernel refuses it, or the range covers more
-MAP_FIXED = 0x10  # mmap(2); the mmap module lacks it
-FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
-# A signal to the process waits until madvise returns, and interrupts fallocate, which then starts over. With pieces of
-# this size a profiler's timer does not outrun fallocate.
-PIECE_BYTES = 4 << 20
-_logger = logging.getLogger("tierfs.local")
 # Zeroing pages is bound by memory bandwidth: more threads than this gain nothing.
 THREADS_MAX = 4
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.fallocate.restype = ctypes.c_int
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.madvise.restype = ctypes.c_int
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
+LOOK_S = 0.02  # how often `allocate_idly` asks whether the memory is still wanted
 
 
 def allocate(fd: int, size: int, path: str, *, threads: int | None = None, populates: bool = True) -> memoryview:
@@ -68,105 +44,57 @@ def allocate(fd: int, size: int, path: str, *, threads: int | None = None, popul
         StoreError: The kernel refused for another reason.
     """
     memory = map_shared(fd, size)
-    pieces = iter(range(0, size, PIECE_BYTES))  # shared by the threads
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for at in pieces:
-                if failures:
-                    break
-                length = min(PIECE_BYTES, size - at)
-                if populates:
-                    _have_huge(memory, at, length)
-                if not populates or not populate(memory, at, length):
-                    # madvise does not say why it failed. posix_fallocate does, and is the only way on an older kernel.
-                    os.posix_fallocate(fd, at, length)
-        except BaseException as error:  # noqa: BLE001 - raised when all threads have ended, an interrupt too
-            failures.append(error)
+    def work(at: int) -> None:
+        length = min(PIECE_BYTES, size - at)
+        if not populates or not pages.allocate_piece(memory, at, length):
+            # madvise does not say why it failed. posix_fallocate does, and is the only way on an older kernel.
+            os.posix_fallocate(fd, at, length)
 
-    count = min(threads or THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // PIECE_BYTES))
-    helpers = [threading.Thread(target=work, name="tierfs-allocate", daemon=True) for _ in range(count - 1)]
-    with contextlib.suppress(RuntimeError):  # no new thread starts while the interpreter shuts down
-        for helper in helpers:
-            helper.start()
-    work()
-    for helper in helpers:
-        if helper.ident is not None:
-            helper.join()
-    for error in failures:
-        if not isinstance(error, OSError):
-            raise error
+    try:
+        processors().share_out(work, range(0, size, PIECE_BYTES), threads_max=threads or THREADS_MAX)
+    except OSError as error:
         kind = CapacityError if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT} else StoreError
         raise kind(f"no memory for {path}: {error.strerror}", path=path, tier="ram") from error
     return memory
 
 
-def _have_huge(memory: memoryview, at: int, length: int) -> None:
-    """Back the whole huge pages of a range with huge pages, as far as there are any. Releases the GIL."""
-    whole = length // HUGE_BYTES * HUGE_BYTES
-    # The kernel collapses only ranges with at least one page in them.
-    has_pages = all(populate(memory, begin, PAGE_BYTES) for begin in range(at, at + whole, HUGE_BYTES))
-    if whole and has_pages and _libc.madvise(_address(memory) + at, whole, MADV_COLLAPSE):
-        _say_small(ctypes.get_errno())
+def allocate_idly(fd: int, size: int, is_wanted: Callable[[], bool], unwanted: Callable[[], object]) -> bool:
+    """Allocate the memory of a file at the lowest priority, in a process of its own.
 
-
-def populate(memory: memoryview, at: int, length: int) -> bool:
-    """Allocate and map the pages of a range on page boundaries. Releases the GIL.
+    Args:
+        fd, size: As for `allocate`.
+        is_wanted: Asked again and again. Once it returns false, the work stops.
+        unwanted: Called then, before the process has ended: on a busy machine that takes long.
 
     Returns:
-        False if the kernel has no memory for it, or does not support this.
+        Whether all of it is allocated.
+
+    Raises:
+        OSError: No process can be started.
     """
-    if _libc.madvise(_address(memory) + at, length, MADV_POPULATE_WRITE) == 0:
-        return True
-    if ctypes.get_errno() == errno.EINVAL:
-        _say_once()
-    return False
-
-
-@functools.cache
-def _say_once() -> None:
-    _logger.warning("this kernel cannot map memory ahead (Linux 5.14 can): the first copy into each segment is slower")
-
-
-@functools.cache
-def _say_small(number: int) -> None:
-    _logger.info(
-        "the kernel (Linux 6.1 or newer) gives segments no huge pages, or too few: %s; copies into the other pages "
-        "are slower",
-        os.strerror(number),
-    )
+    command = [sys.executable, "-I", "-S", pages.__file__, str(fd), str(size), str(os.getpid())]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=null, stdout=null, stderr=null, cwd="/", pass_fds=[fd]) as process:  # noqa: S603 - of tierfs
+        while process.returncode is None and is_wanted():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
+        if process.returncode is None:
+            process.kill()
+            unwanted()
+    return process.returncode == 0
 
 
 def map_shared(fd: int, length: int, *, writable: bool = True) -> memoryview:
-    """Map the beginning of a segment, shared, at a huge-page boundary. Unmapped when the last reference is gone.
-
-    The mapping keeps no descriptor, unlike one that Python makes of ``fd``.
+    """Map the beginning of a segment: see `tierfs.host.slab.pages.map_file`.
 
     Raises:
         StoreError: The kernel refused, or the file is shorter.
     """
-    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        if os.fstat(fd).st_size < length:
-            raise OSError(errno.EINVAL, "its file is shorter")
-        # Map anonymous memory, which Python unmaps in the end, then map the file in its place: mmap(2), MAP_FIXED.
-        room = mmap.mmap(
-            -1, length + (HUGE_BYTES if length >= HUGE_BYTES else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot
-        )
-        at = -_address(room) % HUGE_BYTES if len(room) > length else 0
-        memory = memoryview(room)[at : at + length]
-        begin = _address(memory)
-        if _libc.mmap(begin, length, prot, mmap.MAP_SHARED | MAP_FIXED, fd, 0) != begin:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        return pages.map_file(fd, length, writable=writable)
     except OSError as error:
         raise StoreError(f"a segment of {length} bytes cannot be mapped: {error.strerror}", tier="ram") from error
-    return memory
-
-
-def _address(memory: memoryview | mmap.mmap) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def give_up(fd: int, begin: int, end: int) -> None:
@@ -175,8 +103,7 @@ def give_up(fd: int, begin: int, end: int) -> None:
     Raises:
         StoreError: The filesystem does not support this.
     """
-    if _libc.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, begin, end - begin):
-        number = ctypes.get_errno()
+    if number := pages.punch(fd, begin, end):
         raise StoreError(f"memory of a segment cannot be released: {os.strerror(number)}", tier="ram")
 
 

@@ -2,8 +2,9 @@
 
 A request for slots that finds no room evicts clean copies or adds a segment. A request that can have neither waits,
 with nothing taken, so that no two processes wait for each other's memory. Each process that sees another one wait gives
-back a segment a second. A file that does not fit into the budget gets segments on the disk of the state directory. They
-are removed as soon as they hold copies alone.
+back a segment a second. A thread adds segments ahead of requests. It holds no lock while memory is allocated, and a
+request that adds a segment discards the unfinished one. A file that does not fit into the budget gets segments on the
+disk of the state directory. They are removed as soon as they hold copies alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -27,6 +29,7 @@ from tierfs.errors import (
 )
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import SMALL_SHM, Host
+from tierfs.host.slab.allocate import allocate_idly
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.segment import Segment, Slot
@@ -46,6 +49,15 @@ KEPT_BYTES = 64 << 20
 EVICTED_SHARE = 16
 # This fraction (1/16) of memory is never taken, however large the budget is.
 MEMORY_SPARED = 16
+# A segment that is made ahead has as many times the longest run that is expected, so that little of it stays unused, and
+# at least so many bytes. A request that comes meanwhile discards what is made of it.
+AHEAD_RUNS = 16
+AHEAD_BYTES = 256 << 20
+# This fraction (1/32) of a request is added to it: the ends of segments that are too short for a run stay unused.
+ENDS_SHARE = 32
+# A process of its own allocates this much and more ahead. Less takes about as long as it takes to start.
+IDLY_BYTES = 64 << 20
+JOIN_S = 5.0  # how long closing waits for the thread that adds memory
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 _logger = logging.getLogger("tierfs.local")
@@ -74,11 +86,13 @@ class SegmentPool:
         self._lock = threading.Lock()  # protects the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
         self._ahead: threading.Thread | None = None
+        self._unfinished: Reservation | None = None  # whose memory that thread allocates
         self._closed = False
         self._small_said = self._removed_said = False
         self._requests = self._waiting = 0  # that got their slots; that wait now
         self._is_new = False  # whether there was a request, not for a copy, since memory was last added ahead
-        self._largest = 0  # bytes of the largest request
+        self._largest = self._longest = 0  # bytes of the largest request, and of the longest run
+        self._share = budget_bytes  # no more memory is added ahead
         self._inherits = False  # whether it has segments of dead processes, whose copies make room first
         self.waits = 0
         self.waited_s = 0.0
@@ -149,6 +163,14 @@ class SegmentPool:
     def _is_on_disk(self, segment: Segment) -> bool:
         return segment.path.parent == self._ram_budget.overflow
 
+    def prepare(self, wanted: int, longest: int, share: int) -> None:
+        """See `RamTier.prepare`."""
+        if wanted <= share and longest <= self._data_bytes_max:
+            with self._lock:
+                self._largest, self._longest = max(self._largest, wanted), max(self._longest, longest)
+                self._share, self._is_new = share, True
+            self.grow_ahead()
+
     def grow_ahead(self) -> threading.Thread | None:
         """Start a thread that adds memory for another request like the largest, beside the last one and all dirty data.
 
@@ -160,19 +182,23 @@ class SegmentPool:
         """
         if self._ram_budget.is_room_asked_for():
             return None
-        own = self._in_use()
-        needed = sum(map(_needed_bytes, own))
-        missing = max(needed, self._largest) + self._largest - sum(segment.data_bytes for segment in own)
         is_new, self._is_new = self._is_new, False
-        if missing <= 0 or not (needed or is_new):
+        if not self._missing() or not (is_new or any(map(_needed_bytes, self._in_use()))):
             return None
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
                 return None
             # A daemon thread: a process that exits does not wait for it, and another process removes the unfinished
             # segment.
-            self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
+            self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
             return self._ahead
+
+    def _missing(self) -> int:
+        """Return the bytes of memory to be added ahead."""
+        own = self._in_use()
+        needed = max(sum(map(_needed_bytes, own)), self._largest) + self._largest + self._largest // ENDS_SHARE
+        needed = min(needed, self._share)
+        return max(needed - sum(segment.data_bytes for segment in own), 0)
 
     def give_back(self) -> int:
         """See `RamTier.give_back`."""
@@ -194,8 +220,9 @@ class SegmentPool:
         with self._lock:
             self._closed = True
             ahead = self._ahead
+        self._discard_unfinished()
         if ahead is not None:
-            ahead.join()
+            ahead.join(JOIN_S)
         with self._growing:
             for segment in self.own:
                 if segment.is_dirty():
@@ -232,7 +259,7 @@ class SegmentPool:
         with self._lock:
             self._requests += 1
             self._is_new |= not spares_copies
-            self._largest = max(self._largest, wanted)
+            self._largest, self._longest = max(self._largest, wanted), max(self._longest, _longest(runs))
         return [slots for slots in found if slots is not None]
 
     def _fit_all(
@@ -330,58 +357,110 @@ class SegmentPool:
             return before - segment.memory_bytes
         return 0
 
-    def _grow_quietly(self, missing: int) -> None:
-        with self._growing:
-            try:
-                self._grow(min(missing, CHUNK_BYTES, self._data_bytes_max), missing, ahead=True, takes_over=True)
-            except (TierfsError, OSError) as error:
-                # A later request for the room tries again and reports the error.
-                _logger.debug("no segment was made ahead: %s", error)
+    def _grow_quietly(self) -> None:
+        try:
+            while (missing := self._missing()) and not self._ram_budget.is_room_asked_for():
+                longest = min(max(self._longest, CHUNK_BYTES), missing, self._data_bytes_max)
+                if not self._grow_ahead(longest, min(missing, max(AHEAD_RUNS * longest, AHEAD_BYTES))):
+                    break
+        except (TierfsError, OSError) as error:
+            # A later request for the room tries again and reports the error.
+            _logger.debug("no segment was made ahead: %s", error)
 
-    def _grow(self, longest: int, wanted: int, *, ahead: bool = False, takes_over: bool = False) -> bool:
+    def _grow_ahead(self, longest: int, wanted: int) -> bool:
+        """Add a segment that no request waits for, as `_grow` does. Return whether to go on.
+
+        No segment of a dead process is removed for it.
+        """
+        if self._take_over(longest, threads=1):
+            return True
+        with self._host.locked(LOCK):
+            reservation = self._plan_file(longest, wanted)
+            self._unfinished = reservation
+        if reservation is None:
+            return False
+        fd, size = reservation.fd.number, reservation.header.layout.size
+        if size >= IDLY_BYTES:
+            with contextlib.suppress(OSError):  # no process can be started
+                allocate_idly(fd, size, partial(self._is_wanted, reservation), self._discard_unfinished)
+        # No thread waits for this, and training wants the processors.
+        with self._lock:
+            is_wanted = self._unfinished is reservation
+            self._unfinished = None
+        return is_wanted and self._finish(reservation, threads=1)
+
+    def _is_wanted(self, reservation: Reservation) -> bool:
+        return self._unfinished is reservation and not self._ram_budget.is_room_asked_for()
+
+    def _discard_unfinished(self) -> None:
+        """Release what is being made ahead. Its memory may be in the hands of a process that gets no processor now."""
+        with self._lock:
+            reservation, self._unfinished = self._unfinished, None
+        if reservation is not None:
+            reservation.cancel()
+
+    def _grow(self, longest: int, wanted: int, *, takes_over: bool = False) -> bool:
         """Add a segment that holds ``longest`` bytes in one piece.
 
         With ``takes_over``, that of a dead process is preferred: its memory need not be made. Else the budget decides.
-        With ``ahead``, no segment of a dead process is removed for it. Returns whether a segment was added.
+        Returns whether a segment was added.
 
         Raises:
             InvalidInputError: The tier was closed.
             StoreError: No segment can be made.
         """
+        if takes_over and self._take_over(longest):
+            return True
+        self._discard_unfinished()
         with self._host.locked(LOCK):
-            if self._closed:
-                raise InvalidInputError("the ram tier was closed", tier="ram")
+            if (reservation := self._plan_file(longest, wanted)) is None:
+                orphans = self._ram_budget.orphans()
+                while (reservation := self._plan_file(longest, wanted)) is None and orphans:
+                    orphans.pop().unlink()
+        while reservation is not None and not self._finish(reservation):
+            folders = self._ram_budget.folders  # another process filled this folder: try the next
+            with self._host.locked(LOCK):
+                header = reservation.header
+                reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
+        return reservation is not None
+
+    def _take_over(self, longest: int, *, threads: int | None = None) -> bool:
+        """Add a segment of a dead process that holds ``longest`` bytes in one piece. Return whether there is one."""
+        with self._host.locked(LOCK):
+            self._check_open()
             make_private(self._ram_budget.directory)  # another process may have removed it
-            claimed = self._ram_budget.claim(self._store, longest) if takes_over else None
-        # No thread waits for memory that is allocated ahead, and training wants the processors.
-        threads = 1 if ahead else None
-        if claimed is not None:
-            with contextlib.suppress(CapacityError, CorruptionError, NotFoundError):  # removed or cut short meanwhile
+            claimed = self._ram_budget.claim(self._store, longest)
+        with contextlib.suppress(CapacityError, CorruptionError, NotFoundError):  # removed or cut short meanwhile
+            if claimed is not None:
                 self._add(Segment.resume(claimed, threads=threads))
                 self._inherits = True
                 return True
-        with self._host.locked(LOCK):
-            layout = self._plan(longest, wanted)
-            if layout is None and not ahead:
-                orphans = self._ram_budget.orphans()
-                while (layout := self._plan(longest, wanted)) is None and orphans:
-                    orphans.pop().unlink()
-            if layout is None:
-                return False
-            header = SegmentHeader.new(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
-            reservation = self._reserve(header, self._ram_budget.folders)
-        while reservation is not None:
-            try:
-                segment = Segment.make(reservation, threads=threads)
-            except CapacityError as error:  # noqa: PERF203 - another process filled this folder: try the next
-                self.why_not = str(error)
-                folders = self._ram_budget.folders
-                with self._host.locked(LOCK):
-                    reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
-            else:
-                self._name(segment, reservation)
-                return True
         return False
+
+    def _plan_file(self, longest: int, wanted: int) -> Reservation | None:
+        """Create the file of a segment within the budget. The caller holds the host's lock."""
+        self._check_open()
+        if (layout := self._plan(longest, wanted)) is None:
+            return None
+        header = SegmentHeader.new(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
+        return self._reserve(header, self._ram_budget.folders)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError("the ram tier was closed", tier="ram")
+
+    def _finish(self, reservation: Reservation, *, threads: int | None = None) -> bool:
+        """Allocate the memory of a segment that is not allocated yet, and add it. Return whether there is memory."""
+        try:
+            segment = Segment.make(reservation, threads=threads)
+        except CapacityError as error:
+            self.why_not = str(error)
+            return False
+        if self._closed:
+            reservation.cancel()
+            return False
+        self._name(segment, reservation)
+        return True
 
     def _grow_on_disk(self, longest: int, wanted: int) -> bool:
         """Add a segment on the disk of the state directory. Return whether it has room for one.
@@ -392,8 +471,7 @@ class SegmentPool:
         """
         folder = self._ram_budget.overflow
         with self._host.locked(LOCK):
-            if self._closed:
-                raise InvalidInputError("the ram tier was closed", tier="ram")
+            self._check_open()
             make_private(folder)
             for orphan in self._ram_budget.orphans():
                 if self._is_on_disk(orphan):
@@ -464,10 +542,10 @@ class SegmentPool:
 
 
 def next_layout(longest: int, wanted: int, *, held: int, room: int, data_bytes_max: int) -> Layout | None:
-    """Return the layout of a process's next segment: for the bytes wanted now, or an eighth of what the process holds.
+    """Return the layout of a process's next segment: for the bytes wanted now, or a part of what the process holds.
 
-    The eighth keeps the number of segments small if memory grows in small steps: each segment needs descriptors in
-    every process that reads the store.
+    That part is an eighth; more than 64 MiB only up to a thirty-second. It keeps the number of segments small if memory
+    grows in small steps: each segment needs descriptors in every process that reads the store.
 
     Args:
         longest: Bytes that must fit in one piece.
@@ -483,7 +561,8 @@ def next_layout(longest: int, wanted: int, *, held: int, room: int, data_bytes_m
         wanted = max(-(-wanted // CHUNK_BYTES) * CHUNK_BYTES, CHUNKS_DATA_BYTES)
     elif wanted > FIRST_DATA_BYTES // 2:
         wanted += SMALL_BYTES
-    data_bytes = min(max(FIRST_DATA_BYTES, wanted, held // 8), data_bytes_max)
+    part = min(held // 8, max(CHUNKS_DATA_BYTES, held // 32))
+    data_bytes = min(max(FIRST_DATA_BYTES, wanted, part), data_bytes_max)
     # Whole chunks, and 1 MiB for small slots, so that no larger rest stays unused.
     chunks = data_bytes // CHUNK_BYTES * CHUNK_BYTES
     wish = Layout.for_data(chunks + SMALL_BYTES if chunks else data_bytes)
@@ -509,7 +588,7 @@ def _needed_bytes(segment: Segment) -> int:
 
 
 def _longest(runs: Sequence[Sequence[int]]) -> int:
-    return max(map(_size, runs))
+    return max(map(_size, runs), default=0)
 
 
 def _size(lengths: Iterable[int]) -> int:

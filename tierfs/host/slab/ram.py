@@ -187,6 +187,18 @@ class RamTier:
         on_disk = {segment.id for segment in self._pool.own if segment.path.parent == self.host.overflow}
         return not on_disk.isdisjoint(idents)
 
+    def prepare(self, wanted: int, longest: int, share: int) -> None:
+        """Begin to add memory for two requests that will come, at the lowest priority. Return at once.
+
+        The memory counts against the budget. It is released first when another process waits for room.
+
+        Args:
+            wanted: Bytes of a request in all.
+            longest: Bytes of its longest run.
+            share: The most that this process is to hold, in bytes. If a request takes more, nothing is added.
+        """
+        self._pool.prepare(wanted, longest, share)
+
     def grow_ahead(self) -> threading.Thread | None:
         """Start a thread that adds memory for the next save; see `SegmentPool.grow_ahead`."""
         return self._pool.grow_ahead()

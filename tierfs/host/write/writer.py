@@ -139,6 +139,11 @@ class SlabWriter:
         self._has_told = False
         self._silent_until = float("-inf")
 
+    def prepare(self, wanted: int, longest: int, share: int) -> None:
+        """Begin to add memory for two files that will be written: see `RamTier.prepare`."""
+        self._keep_house()
+        self._ram.prepare(wanted, longest, share)
+
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def begin_chunk(
