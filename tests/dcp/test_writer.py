@@ -39,6 +39,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.save import copy as copying
 from tierfs.dcp.save.copy import LARGE_BYTES
+from tierfs.dcp.save.plan import sizes_of
 from tierfs.dcp.save.shard_file import ShardFile, staged_in
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
@@ -52,6 +53,7 @@ pytestmark = [
 ]
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
+MIB = 1 << 20
 # All dtypes that are at least one byte wide and consist of their elements alone. torch 2.14 can neither fill a
 # bcomplex32 nor conjugate it.
 _ODD = re.compile(r"bits|quint|qint|u?int[1-7]$|fn_x2|bcomplex32")
@@ -1169,3 +1171,46 @@ def test_a_planners_view_of_a_tensor_is_recorded(url, how):
     (name,) = fs.glob(f"{path}/*.safetensors")
     found = load_safetensors(fs.cat(name))
     assert all(same(found[name], expected[name]) for name in ("as it was", "flat", "bits"))
+
+
+def test_memory_of_the_first_saves_is_made_before_them(url):
+    writer = TierWriter(url, **OPTIONS)
+    state = {"weight": torch.randn(2 * MIB)}
+    writer.prepare(state)
+    until(lambda: writer.status()["tiers"]["ram"]["store_bytes"] > 16 * MIB)
+    before = until(lambda: writer.status()["tiers"]["ram"]["segments"])
+    staged = [writer.stage(state), writer.stage(state)]
+    assert writer.status()["tiers"]["ram"]["segments"] == before
+    del staged
+
+
+def test_sizes_are_those_of_what_an_optimizer_makes_in_its_first_step():
+    kinds = {
+        torch.optim.AdamW: {},
+        torch.optim.Adam: {"amsgrad": True},
+        torch.optim.SGD: {"lr": 0.1},
+        torch.optim.Adagrad: {},
+    }
+    for kind, options in [*kinds.items(), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]:
+        model = torch.nn.Linear(300, 500)
+        model.bias.requires_grad = False
+        state = {"model": model, "optimizers": [kind(model.parameters(), **options)]}
+        size, longest = sizes_of(state)
+        model(torch.ones(300)).sum().backward()
+        state["optimizers"][0].step()
+        assert abs(sizes_of(state)[0] - size) <= 8, kind  # Adam counts its steps
+        assert longest == model.weight.nbytes
+
+
+def test_sizes_are_those_of_this_rank_and_count_a_tensor_once():
+    tensor = torch.zeros(1000)
+
+    class Holder:
+        def __init__(self):
+            self.parts, self.data = [torch.nn.Linear(10, 10, bias=False)], torch.zeros(77)
+
+        def load_state_dict(self, state):
+            raise AssertionError(state)
+
+    assert sizes_of({"a": tensor, "b": [tensor, (tensor,)], "c": Holder(), "d": "text"}) == (4400, 4000)
+    assert sizes_of({}) == (0, 0)

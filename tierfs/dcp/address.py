@@ -7,8 +7,9 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tierfs.errors import InvalidInputError, TierfsError
@@ -87,19 +88,24 @@ class Address:
         create = write and (asks_to_create(location) if self.create is None else self.create)
         return open_store(location, write=write and is_checked, create=create)
 
-    def open_ahead(self, begun: threading.Event) -> None:
+    def open_ahead(self, begun: threading.Event, then: Callable[[Store], object] | None = None) -> None:
         """Open a remote store, and start its flusher, on another thread: otherwise the first save waits for both.
 
         Nothing is created in the store. Errors are left to that save, which meets them too. If ``begun`` is set within
-        `AHEAD_S`, nothing is done: the save has begun, and would compete with this for the processors.
+        `AHEAD_S`, nothing is done: the save has begun, and would compete with this for the processors. Then call
+        ``then`` with the store, which is opened for it even if it is not remote.
         """
-        if parse_url(self.url).is_remote and (thread := start_daemon(self._open_ahead, begun, name="open-ahead")):
+        is_remote = parse_url(self.url).is_remote
+        work = partial(self._open_ahead, begun, expect_changes if is_remote else None, then)
+        if (is_remote or then is not None) and (thread := start_daemon(work, name="open-ahead")):
             _ahead.add(thread)
 
-    def _open_ahead(self, begun: threading.Event) -> None:
+    def _open_ahead(self, begun: threading.Event, *calls: Callable[[Store], object] | None) -> None:
         if not begun.wait(AHEAD_S):
             with contextlib.suppress(TierfsError):
-                expect_changes(self.open()[0])
+                store = self.open()[0]
+                for call in filter(None, calls):
+                    call(store)
 
 
 _ahead: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

@@ -24,6 +24,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.plan import sizes_of
 from tierfs.dcp.save.replicas import Replicas, delegated_by, share_sizes, split
 from tierfs.dcp.save.saves import (
     OwnPlan,
@@ -46,6 +47,7 @@ from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import LINGER_S, Uncollected, detached, planning
 from tierfs.host.pending.levels import Level
+from tierfs.session.settings import ranks_here
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
 
@@ -190,6 +192,28 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Return whether an id begins with ``tierfs:``. Nothing is looked up."""
         return os.fspath(checkpoint_id).startswith("tierfs:")
 
+    def prepare(self, state_dict: Any) -> None:
+        """Begin to make memory for two saves of a state, so that the first saves need not wait for it.
+
+        Call it once before training. It returns at once, and after the first save it does nothing. The memory is made at
+        the lowest priority. It counts against the ram tier's budget, at most with this rank's share, and is released
+        when another process waits for room. Errors are left to the save.
+
+        Args:
+            state_dict: A state dict; or modules, optimizers and tensors in dicts, lists and tuples. An optimizer counts
+                with the state that its first step makes. Only sizes are read.
+        """
+        self._prepare(*sizes_of(state_dict))
+
+    def _prepare(self, size: int, longest: int) -> None:
+        """Do the same for a state of which `sizes_of` returned this."""
+
+        def begin(store: Store) -> None:
+            if store.tiers is not None:
+                store.tiers.writer.prepare(size, longest, store.tiers.ram.budget_bytes // ranks_here())
+
+        self._address.open_ahead(self._saves.begun, begin)
+
     # -- AsyncStager ---------------------------------------------------------------------------------------------------
 
     _synchronize_after_execute = False
@@ -233,7 +257,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Do nothing: staging is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Begin nothing more ahead of the first save. Saves go on, and later saves are possible."""
+        self._saves.begun.set()
 
     # -- StorageWriter -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ Format: https://github.com/huggingface/safetensors (README, "Format"); docs/refe
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
@@ -67,6 +70,53 @@ def plan_runs(pieces: Sequence[_Piece]) -> list[tuple[list[int], tuple[int, ...]
     for group in sorted(others):
         runs += _fill(sizes, others[group], min(max(chunks_max, 1), RUN_CHUNKS_MAX))
     return [(run, _chunks(sizes, run)) for run in runs]
+
+
+def sizes_of(state: Any) -> tuple[int, int]:
+    """Return about how many bytes the tensors of a state will take on this rank, and how many the longest run.
+
+    An optimizer counts with the moments that it makes in its first step.
+
+    Args:
+        state: Tensors, modules and optimizers, and dicts, lists and tuples of them. Other objects count if they have
+            ``load_state_dict``, with the modules and optimizers that are their attributes. A tensor counts once.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    seen: set[int] = set()
+    found = [state]
+    while found:
+        each = found.pop()
+        if isinstance(each, torch.Tensor):
+            sizes[id(each), 0] = _bytes_of(each)
+        elif isinstance(each, ShardedTensor):
+            found += [shard.tensor for shard in each.local_shards()]
+        elif isinstance(each, torch.nn.Module):
+            found += [*each.parameters(), *each.buffers()]
+        elif isinstance(each, torch.optim.Optimizer):
+            found += each.state.values()
+            moments = _moments(each)
+            fresh = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
+            sizes |= {(id(one), at): _bytes_of(one) for one in fresh if one not in each.state for at in moments}
+        elif isinstance(each, (Mapping, list, tuple)) and id(each) not in seen:
+            seen.add(id(each))
+            found += each.values() if isinstance(each, Mapping) else each
+        elif hasattr(each, "load_state_dict"):
+            parts = itertools.chain(*(one if type(one) is list else [one] for one in vars(each).values()))
+            found += [one for one in parts if isinstance(one, (torch.nn.Module, torch.optim.Optimizer))]
+    size = sum(sizes.values())
+    return size, max(*sizes.values(), min(size // RUN_SHARE // CHUNK_BYTES, RUN_CHUNKS_MAX) * CHUNK_BYTES, 0)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.nbytes if local.layout is torch.strided else 0
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> range:
+    """Return a range as long as the tensors that an optimizer makes for a parameter, by what its class takes."""
+    taken = optimizer.defaults
+    moments = len(taken.get("betas", ())) + bool(taken.get("amsgrad")) or int(bool(taken.get("momentum", True)))
+    return range(1, 1 + moments)
 
 
 def _role(name: str) -> str:
