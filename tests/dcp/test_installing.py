@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import torch_importer
+from support.waiting import until
 from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -360,3 +361,17 @@ def test_a_save_by_url_then_fails_instead_of_going_astray(as_installed, tmp_path
     assert "set it to 1 or to 0" in done.stderr
     assert "TierWriter(URL)" in done.stderr
     assert not list(tmp_path.rglob("first"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_load_makes_memory_for_saves_once_training_begins(root, monkeypatch):
+    monkeypatch.setenv("TIERFS_RAM", "64MiB")
+    dcp.save(state(), checkpoint_id=f"{root}/step_1")
+    writer = tierfs.dcp.TierWriter(root)
+    found = {"weight": torch.zeros(30, 20), "moment": torch.zeros(4 << 20), "step": 0}
+    dcp.load(found, checkpoint_id=f"{root}/step_1", planner=tierfs.dcp.TierLoadPlanner(allow_partial_load=True))
+    before = writer.status()["tiers"]["ram"]["store_bytes"]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    until(lambda: writer.status()["tiers"]["ram"]["store_bytes"] > before + (32 << 20))

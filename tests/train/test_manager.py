@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.flipping import flip_shard
 from support.forked import answer_of
-from support.waiting import HANG_S
+from support.waiting import HANG_S, until
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, TierfsError
@@ -60,6 +60,14 @@ def test_the_newest_step_comes_back_bit_for_bit(root):
         restored = run.restore(found)
     assert (restored.step, restored.kind, restored.passed_over) == (4, "full", ())
     assert same(found, state(4))
+
+
+def test_memory_of_the_first_saves_is_made_from_the_first_step_on(root):
+    model = torch.nn.Linear(1000, 2000)
+    with Manager(root, save=[Every(steps=100)], ram="128MiB", nvme="0") as run:
+        ram = open_store(parse_url(f"tierfs::{root.removeprefix('tierfs::')}?ram=128MiB&nvme=0"))[0].tiers.ram
+        run.step(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+        until(lambda: ram.usage().store_bytes >= 2 * 3 * 8 << 20)
 
 
 def test_the_newest_step_of_many_is_found_with_few_requests(root):

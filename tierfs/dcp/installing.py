@@ -21,9 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierfs.dcp.planner import TierLoadPlanner
 from tierfs.dcp.reader import TierReader
+from tierfs.dcp.save.plan import sizes_of
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import InvalidInputError
 
@@ -108,11 +110,26 @@ def _load(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if isinstance(given["storage_reader"], _InstalledReader) and given.get("planner") is None:
-            given["planner"] = TierLoadPlanner()
-        return stock(**given)
+        reader = given["storage_reader"]
+        if not isinstance(reader, _InstalledReader):
+            return stock(**given)
+        given["planner"] = given.get("planner") or TierLoadPlanner()
+        loaded = stock(**given)
+        _loaded[:] = [(reader.checkpoint_id, sizes_of(given["state_dict"]))]
+        return loaded
 
     return load_state_dict
+
+
+def _prepare_loaded(*_: Any) -> None:
+    """Make memory for saves of the state that was loaded last: an optimizer made a step, so this process trains."""
+    while _loaded:
+        url, sizes = _loaded.pop()
+        _writer(url)._prepare(*sizes)
+
+
+_loaded: list[tuple[str, tuple[int, int]]] = []
+register_optimizer_step_post_hook(_prepare_loaded)  # torch refuses to remove a hook while it runs
 
 
 def _async_save(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
     project = accelerator.project_configuration
     limit = project.total_limit if project.automatic_checkpoint_naming else None
     manager = Manager(url, **{"save": (), "ack": ack, "keep": [Total(limit)] if limit else (), **options})
+    manager.prepare({"models": accelerator._models, "optimizers": accelerator._optimizers})
     scratch = Scratch()
 
     def save_state(output_dir: Any = None, **_: Any) -> str:

@@ -185,6 +185,8 @@ class TierCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        if isinstance(trainer.strategy, _Sharded):
+            trainer.strategy.writer(self.dirpath).prepare([trainer.model, trainer.optimizers])
         self._is_terminated = False
         # Lightning's handler calls a collective wherever the signal meets a rank. Its teardown resets this one, too.
         with contextlib.suppress(ValueError):  # not the main thread: Lightning has no handler there, either
@@ -228,13 +230,18 @@ class _Sharded:
     def write(self, url: Any, state: dict[str, Any], rest: Any) -> None:
         """Save sharded values, and the other values of rank 0. A collective."""
         url = checked_url(self.broadcast(url))
-        if self._writer is None:  # one writer for all saves, which knows what other ranks save
-            self._writer = TierWriter(url, **{"ack": None, **self.tier.options})
+        writer = self.writer(url)
         buffer = io.BytesIO()
         torch.save(rest if self.is_global_zero else None, buffer)
         # Any rank may be the one that saves a value which all have.
         state["rest"] = self.broadcast(buffer.getvalue())
-        dcp.save(state, storage_writer=self._writer, checkpoint_id=url)
+        dcp.save(state, storage_writer=writer, checkpoint_id=url)
+
+    def writer(self, url: Any) -> TierWriter:
+        """Return the one writer of all saves, which knows what other ranks save. A collective at its first call."""
+        if self._writer is None:
+            self._writer = TierWriter(checked_url(self.broadcast(url)), **{"ack": None, **self.tier.options})
+        return self._writer
 
     def read(
         self, url: Any, name: str, module: Any, optimizers: Mapping[str, Any], strict: bool, weights_only: bool | None

@@ -138,6 +138,7 @@ class Manager:
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._saves)
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
+        self._steps = 0  # before the first save
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
         self._history = History()
         self._restored: Restored | None = None  # None once a step was made since
@@ -196,6 +197,10 @@ class Manager:
                 _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:
             self._history.add(step, taken)
+        if not self._handles:
+            self._steps += 1
+            if self._steps.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: gradients may be accumulated for some steps
+                self.prepare(state)
         if self._log is not None:
             self._log.made_step(step, as_state(state), taken)
         with self._decider.at_step(step) as agreed:
@@ -260,6 +265,10 @@ class Manager:
             saved.wait("local", timeout=self._decider.left_s)
         except Exception as error:  # noqa: BLE001 - it can only be reported
             _logger.error("%s did not reach the level local: %s", saved.url, error)  # noqa: TRY400 - a trace is noise
+
+    def prepare(self, state: Any) -> None:
+        """Begin to make memory for the saves of a state: see `TierWriter.prepare`. `step` calls this."""
+        self._writer.prepare(state if isinstance(state, Mapping) else getattr(state, "__dict__", {}))
 
     def should_save(self, step: int) -> bool:
         """Return whether a policy of this rank asks for a save at this step."""
@@ -543,6 +552,7 @@ class Manager:
     def close(self) -> None:
         """Wait for the saves in flight, at most ``timeout``, and restore the previous signal handlers."""
         self._is_closed = True
+        self._writer.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not finish within %g s", self._run.url, self._timeout_s)
         if self._log is not None:
