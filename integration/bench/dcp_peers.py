@@ -200,6 +200,7 @@ def nothing() -> None:
 @contextlib.contextmanager
 def one_rank(directory: Path):
     """Run in a gloo group of this process alone, which async_save requires."""
+    directory.mkdir(exist_ok=True)
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1)
     try:
         yield

@@ -5,19 +5,22 @@
     python dcp_worker.py state DIRECTORY BYTES NAME ROUNDS TRAINING
     python dcp_worker.py launches DIRECTORY BYTES NAME ROUNDS DEVICE
     python dcp_worker.py first DIRECTORY BYTES
+    python dcp_worker.py life DIRECTORY BYTES NAME NUMBER
     python dcp_worker.py footprint DIRECTORY BYTES PEER TENSORS
     python dcp_worker.py replicas DIRECTORY BYTES RANK RANKS
 
-It prints one JSON document. The environment names the state directory and the folder of shared memory.
+It prints one JSON document; a life then waits to be killed. The environment names the state directory and the folder of shared memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +29,15 @@ import dcp_states as states
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_session import LAUNCHES_IDLE_S, Launches, Session, Training
-from harness import SEED, peaks, proc_number
+from dcp_session import LAUNCHES_IDLE_S, Launches, Session, Training, after
+from harness import SEED, peaks, proc_number, timed
 
 import tierfs
 from tierfs.dcp import TierWriter
 
 SAVES = 9
+LIFE_SAVES = 5
+TRAINED_S, BETWEEN_S, ALONE_S = 2.0, 1.5, 1.0  # before the first save; between two; before the writer is made
 
 
 def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bool) -> dict[str, Any]:
@@ -87,6 +92,43 @@ def first(directory: Path, size: int) -> dict[str, float]:
         "durable": durable,
         "stock_blocked": stock_blocked,
     }
+
+
+def life(directory: Path, size: int, name: str, number: int) -> dict[str, Any]:
+    """Return what the saves of one process cost its training; those of life 0 on a host without state.
+
+    The process trains, makes its writer and says what it will save, trains for two seconds, and saves five times. Later
+    lives first load what the one before saved last.
+    """
+    state = {"blocks": states.blocks, "transformer": states.transformer}[name](size)
+    url, size = f"tierfs::file://{directory}/store", states.bytes_in(state)
+    tierfs.init(f"file://{directory}/store")
+    torch.set_num_threads(int(os.environ.get("LIFE_THREADS", "1")))
+    training, rows = Training(), []
+    with peers.one_rank(directory / f"life_{number}"):
+        if number:
+            dcp.load(state, storage_reader=tierfs.dcp.TierReader(f"{url}/step_{number * LIFE_SAVES - 1}"))
+        copy = peers.copy(state)
+        states.back(2 * size + peers.SPARE_BYTES)
+        alone, _ = training.seconds_per_step(after(ALONE_S))
+        ours = peers.Tierfs(url, size)
+        if hasattr(ours.writer, "prepare"):
+            ours.writer.prepare(state)
+        beside, _ = training.seconds_per_step(after(TRAINED_S))
+        for step in range(number * LIFE_SAVES, (number + 1) * LIFE_SAVES):
+            states.renew(state, step)
+            copied = timed(partial(copy.begin, state, Path("copy")))
+            begin = time.perf_counter()
+            wait = ours.begin(state, Path(f"step_{step}"))
+            rows.append((time.perf_counter() - begin, copied))
+            training.seconds_per_step(after(BETWEEN_S))
+            wait()
+            if len(rows) == 2:
+                shared = sum(
+                    file.stat().st_blocks * 512 for file in Path(os.environ["TIERFS_SHM_DIR"]).rglob("*.slab*")
+                )
+        ours.writer.wait("object")
+    return {"blocked": rows, "shared": shared / size, "slower": beside / alone - 1}
 
 
 def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, int]:
@@ -187,11 +229,15 @@ def main() -> None:
         found = launches(Path(directory), int(size), rest[0], int(rest[1]), device=rest[2] == "1")
     elif what == "first":
         found = first(Path(directory), int(size))
+    elif what == "life":
+        found = life(Path(directory), int(size), rest[0], int(rest[1]))
     elif what == "footprint":
         found = footprint(Path(directory), int(size), rest[0], int(rest[1]))
     else:
         found = replicas(Path(directory), int(size), int(rest[0]), int(rest[1]))
     print(json.dumps(found), flush=True)
+    if what == "life":
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

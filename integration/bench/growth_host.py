@@ -78,6 +78,7 @@ from tierfs.dcp import TierWriter
 url, options, length, pause = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 state = {f"layer{number}": torch.empty(length // 32, dtype=torch.int32).random_() for number in range(8)}
 writer = TierWriter(f"tierfs::{url}", s3=options)
+writer.prepare(state)
 time.sleep(pause)
 found = []
 for number in range(2):
