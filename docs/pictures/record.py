@@ -76,8 +76,7 @@ def record() -> list[tuple[float, str]]:
             time.sleep(KILL_DELAY_S)
             (child,) = children_of(shell)
             os.kill(child, signal.SIGKILL)
-            _until(screen, begun, shown, "Killed")
-            _until(screen, begun, shown, "$ ")
+            _until(screen, begun, shown, "$ ")  # it may come together with "Killed"
             run("python -W ignore train.py", ENDED_AFTER)
         finally:
             for process in (*children_of(shell), shell):
