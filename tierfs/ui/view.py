@@ -12,12 +12,11 @@ from typing import Any, TypeAlias
 
 from tierfs.checkpoint.retention import Rule
 from tierfs.cli.arguments import suggested
-from tierfs.cli.commands.status import UploadRate, age
+from tierfs.cli.commands.status import UploadRate, age, status_here
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.terminal.output import describe
 from tierfs.errors import TierfsError, without_passwords
 from tierfs.host.pending.levels import Level
-from tierfs.store import status
 from tierfs.store.status import condition
 from tierfs.threads import start_daemon
 from tierfs.ui.checkpoints import CheckpointList, directory_of, pending_in
@@ -213,7 +212,7 @@ class StoreView:
             now_s = time.monotonic()
             try:
                 store = self.open().store
-                report = status(store)
+                report = status_here(store)
                 published, age_s = report["counters"].get("flusher_published_files"), now_s - self._condition_s
                 if age_s >= CONDITION_S or (published != self._published and age_s >= CONDITION_S_MIN):
                     self._condition, self._condition_s, self._published = condition(store), now_s, published

@@ -979,6 +979,22 @@ def prepared(tier, wanted, *, share=1 << 40):
     return sum(segment.data_bytes for segment in tier.own_segments())
 
 
+def test_a_request_waits_for_memory_that_is_nearly_made_ahead(open_tier, monkeypatch):
+    make, is_mapped = segment.Segment.make, threading.Event()
+
+    def make_slowly(reservation, **how):
+        if threading.current_thread().name == "tierfs-ram-ahead":
+            is_mapped.set()
+            time.sleep(0.1)
+        return make(reservation, **how)
+
+    monkeypatch.setattr(segment.Segment, "make", make_slowly)  # a busy machine does it, at some time
+    tier = open_tier(budget=24 * MIB, segment=32 * MIB)
+    tier.prepare(48 * MIB, MIB, 1 << 40)  # all of the budget
+    assert is_mapped.wait(HANG_S)
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0).segment in tier.own_segments()
+
+
 @pytest.fixture
 def no_processor(tmp_path, monkeypatch):
     """Let the process that makes memory ahead get no processor: it sleeps instead."""

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store, arguments.watch)
         return 0
-    report = _here(store)
+    report = status_here(store)
     report |= condition(store)
     if arguments.json:
         print_json(report)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return StoreError.exit_code if store.tiers is None and report["errors"] else 0
 
 
-def _here(store: Store) -> dict[str, Any]:
+def status_here(store: Store) -> dict[str, Any]:
     """Return `tierfs.store.status`, and how much the logs of steps in memory hold."""
     with logs_of(store) as logs:
         lengths = [length for log in logs for length in lengths_below(log).values()]
@@ -97,7 +97,7 @@ def _watch(store: Store, interval_s: float) -> None:
     rate = UploadRate()
     with _painting() as paint:
         while True:
-            report = _here(store)
+            report = status_here(store)
             paint(report, rate.sample(report, time.monotonic()))
             time.sleep(interval_s)
 

@@ -383,11 +383,12 @@ class SegmentPool:
         if size >= IDLY_BYTES:
             with contextlib.suppress(OSError):  # no process can be started
                 allocate_idly(fd, size, partial(self._is_wanted, reservation), self._discard_unfinished)
-        # No thread waits for this, and training wants the processors.
-        with self._lock:
-            is_wanted = self._unfinished is reservation
-            self._unfinished = None
-        return is_wanted and self._finish(reservation, threads=1)
+        with self._growing:  # a request waits for these few milliseconds, and finds the segment
+            with self._lock:
+                is_wanted = self._unfinished is reservation
+                self._unfinished = None
+            # No thread waits for memory that is still missing, and training wants the processors.
+            return is_wanted and self._finish(reservation, threads=1)
 
     def _is_wanted(self, reservation: Reservation) -> bool:
         return self._unfinished is reservation and not self._ram_budget.is_room_asked_for()
@@ -411,8 +412,8 @@ class SegmentPool:
         """
         if takes_over and self._take_over(longest):
             return True
-        self._discard_unfinished()
         with self._host.locked(LOCK):
+            self._discard_unfinished()
             if (reservation := self._plan_file(longest, wanted)) is None:
                 orphans = self._ram_budget.orphans()
                 while (reservation := self._plan_file(longest, wanted)) is None and orphans:
